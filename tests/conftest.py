@@ -15,10 +15,10 @@ from forked import forked  # noqa: F401 - a fixture
 torch.set_num_threads(1)
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # the same for the processes that tests start
 
-# Everything imported and collected is a large heap: to look for garbage in it as often as Python does takes 6 % longer.
+# Imports and collected tests make a large heap: collecting garbage in it at Python's usual rate takes 6 % longer.
 gc.set_threshold(20_000, 20, 20)
 
-# How long an example takes depends on what else the machine does.
+# The time of an example depends on what else the machine does.
 hypothesis.settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 hypothesis.settings.load_profile("any machine")
 
@@ -32,9 +32,9 @@ NAMED |= {"hypermoe", "mobe", "mmoe", "ple", "dsfnet"}
 """Methods of the same parts as the others: in tests/methods always, in tests of everything else with ``-m slow``."""
 
 
-@pytest.hookimpl(tryfirst=True)  # before the markers are looked at
+@pytest.hookimpl(tryfirst=True)  # before the markers are evaluated
 def pytest_collection_modifyitems(items):
-    """The longest files first, so that of several processes none has one of them left at the end."""
+    """Run the longest files first, so that with several processes none is still busy with one of them at the end."""
     items.sort(key=lambda item: LONG.index(item.path.stem) if item.path.stem in LONG else len(LONG))
     for item in items:
         given = item.callspec.params.values() if hasattr(item, "callspec") else ()
@@ -44,7 +44,7 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture(scope="module")
 def sketched():
-    """For tests that are not about pictures: they are made as ever, but an empty one is rendered in their place."""
+    """For tests that are not about pictures: pictures are made as usual, but rendered empty."""
     from matplotlib.figure import Figure
 
     save = Figure.savefig
@@ -57,7 +57,7 @@ def sketched():
 def _torch():
     torch.manual_seed(0)
     yield
-    if "torch._dynamo" in sys.modules:  # else what one test compiles counts against the next one's limit
+    if "torch._dynamo" in sys.modules:  # otherwise compilations of one test count against the next one's limit
         torch._dynamo.reset()
     gradients = torch.is_grad_enabled()
     torch.set_grad_enabled(True)

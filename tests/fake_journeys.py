@@ -1,4 +1,4 @@
-"""A tiny JourneyData, every array by chance but of known shape: 90 places, two shards, some users without sessions."""
+"""A tiny JourneyData of random arrays with known shapes: 90 places, two shards, some users without sessions."""
 
 import numpy as np
 

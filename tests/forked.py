@@ -1,8 +1,8 @@
-"""Processes without their four seconds of imports: forked from this one, which has torch and the package already.
+"""Processes without four seconds of imports: forks of this one, which has already imported torch and the package.
 
 ``ForkedPopen`` in place of ``subprocess.Popen`` (the fixture ``forked``) forks for ``python -m intbmoe.MODULE …`` and
-for ``python script …``, and starts all else as ever. Output, signals, exit status, folder and files handed on are those
-of a process of its own, and its name is the module's. Not for tests of what a fresh process imports.
+for ``python script …``, and starts everything else as usual. Output, signals, exit status, working directory and
+inherited files are those of a separate process, named after the module. Not for tests of what a fresh process imports.
 """
 
 import asyncio
@@ -41,16 +41,16 @@ class ForkedPopen(subprocess.Popen):
 
 
 def _child(words, env, kept):
-    def run():  # in the child, with its folder, session and first three files as asked for
-        gc.freeze()  # files of the parent that were collected here would close the child's of the same number
-        _close_all_but(kept)  # Popen waits until the child begins, and takes this for it
+    def run():  # in the child, which already has its folder, session and standard streams
+        gc.freeze()  # collecting the parent's file objects would close the child's files of the same number
+        _close_all_but(kept)  # closes the pipe on which Popen waits for the child to start
         asyncio._set_running_loop(None)
         signal.set_wakeup_fd(-1)
         for signum, handler in AT_START.items():
             signal.signal(signum, handler)
         sys.stdout, sys.stderr = (os.fdopen(number, "w", buffering=1, closefd=False) for number in (1, 2))
         sys.argv = words
-        logging.root.handlers.clear()  # pytest's, who would keep what is logged to itself
+        logging.root.handlers.clear()  # pytest's handlers would swallow the log
         if env is not None:
             os.environ.clear()
             os.environ.update(env)
@@ -68,7 +68,7 @@ def _close_all_but(kept):
 
 
 def _code(words):
-    """The exit status, after the work and with all said."""
+    """Run the command, flush its output and return its exit status."""
     code = 0
     try:
         if words[0] == "intbmoe.cli":
@@ -97,7 +97,7 @@ def _code(words):
 
 @pytest.fixture(scope="module")
 def forked():
-    """Every command of the package that the tests of this file start is forked."""
+    """Fork every command of the package that the tests of this file start."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(subprocess, "Popen", ForkedPopen)
         yield

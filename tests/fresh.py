@@ -1,4 +1,4 @@
-"""Scripts as if each had a fresh Python: run as a program, it imports torch and the package once, then forks for each.
+"""Runs scripts as if each had a fresh Python: this program imports torch and the package once, then forks for each.
 
 Nothing else of the package is imported, so that a script that forgets an import fails; a script may change what it
 likes, and the next does not see it.
@@ -15,7 +15,7 @@ from pathlib import Path
 
 
 def run_each(scripts, first=""):
-    """Exit status and output of each script, which runs in the folder where it lies; ``first``, code once for all."""
+    """Exit status and output of each script, run in its own folder; the code ``first`` runs once before all."""
     command = [sys.executable, __file__, first, *map(str, scripts)]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     return [tuple(found) for found in json.loads(done.stdout)]

@@ -1,12 +1,12 @@
-"""What compiled code must not hold."""
+"""Finds what compiled code must not contain."""
 
 import re
 
 
 def read_backs(code: str) -> list[str]:
-    """Kernels of Inductor's code that load what they stored, with no barrier in between.
+    """Kernels in Inductor's code that load what they have stored, without a barrier in between.
 
-    Other threads' stores may be missing then (pytorch/pytorch#190519).
+    The stores of other threads may then be missing (pytorch/pytorch#190519).
     """
     found = []
     for kernel in code.split("@triton.jit")[1:]:

@@ -1,4 +1,4 @@
-"""Tests of Triton kernels: on a GPU directly, without one in Triton's interpreter, in a process of their own.
+"""Runs tests of Triton kernels on a GPU or, without one, in Triton's interpreter in a separate process.
 
 The interpreter must be chosen before Triton is first imported, which torch may do at any time, and every layer on the
 CPU would then use it. So tests/ops/test_interpreted_kernels.py runs the files of kernel tests with TRITON_INTERPRET=1
@@ -25,22 +25,22 @@ def rerun(*paths):
     """Run the test files at ``paths`` in the interpreter."""
     pytest.importorskip("triton")
     command = [sys.executable, "-m", "pytest", "-W", "ignore", "-p", "no:cacheprovider", "-x", *paths]
-    # Other packages' plugins for pytest, which take seconds to load, are of no use here.
+    # Other packages' pytest plugins take seconds to load and are not needed here.
     settings = {"TRITON_INTERPRET": "1", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     done = subprocess.run(command, env=os.environ | settings, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
 
 
 def _hurry():
-    """Spare the interpreter what takes two thirds of its time and changes no result.
+    """Make the interpreter skip work that takes two thirds of its time and changes no result.
 
-    Whenever a kernel calls another function it replaces all of Triton's language again; it checks every sum of integers
-    for overflow, which the few elements of a test cannot reach; and it reduces by a function of ours number by number.
+    It patches all of Triton's language again whenever a kernel calls another function, checks every sum of integers
+    for overflow, which the few elements of a test cannot cause, and reduces by a custom function one number at a time.
     """
     from triton.runtime import interpreter
 
     if not all(hasattr(interpreter, name) for name in ("_patch_lang", "_LangPatchScope", "ReduceOps")):
-        return  # another version of Triton, in which these tests take their time
+        return  # another version of Triton, with which these tests are slow
 
     core, replace_all = interpreter.tl.core, interpreter._patch_lang
 
@@ -54,7 +54,7 @@ def _hurry():
         return interpreter._LangPatchScope()
 
     def reduce_slices(self, parts):
-        """The same additions in the same order, for all rows at once."""
+        """Reduce all rows at once, with the same additions in the same order."""
         assert self.axis is not None
         assert not self.keep_dims
         slices = zip(*(np.moveaxis(part.handle.data, self.axis, 0) for part in parts), strict=True)

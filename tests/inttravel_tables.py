@@ -1,4 +1,4 @@
-"""Journeys → IntTravel's raw tables: for tests, for benchmarks, and to see what the tables look like."""
+"""Writes journeys as IntTravel's raw tables: for tests, for benchmarks, and to see what the tables look like."""
 
 import shutil
 from collections.abc import Iterable, Sequence
@@ -11,7 +11,7 @@ from intbmoe.tasks.travel.tables import POI_BY_CELL, POI_INFO, POI_LOCATION, USE
 
 
 def write_tables(data: JourneyData, folder: Path, *, header: bool = True) -> None:
-    """The tables as .tsv. Users are numbered from 1; a code stands for itself, and 0 for an empty field.
+    """Write the tables as .tsv: users are numbered from 1, codes are written as they are, and 0 is an empty field.
 
     Preparing them gives the same arrays back, provided that every code occurs.
     """
@@ -34,7 +34,7 @@ def write_tables(data: JourneyData, folder: Path, *, header: bool = True) -> Non
 def _write(folder: Path, table: Table, parts: Iterable[Sequence], header: bool) -> None:
     part_file = folder / f"{table.name}.part"
     options = "FORMAT csv, DELIMITER '\t', HEADER false, QUOTE '', ESCAPE ''"
-    import duckdb  # not everywhere that this module is imported
+    import duckdb  # not installed everywhere that this module is imported
 
     with duckdb.connect() as connection, (folder / f"{table.name}.tsv").open("wb") as file:
         if header:
@@ -60,7 +60,7 @@ def _actions(user: np.ndarray, shard: Sessions, places: Places) -> list:
 
 
 def _cells(places: Places) -> tuple[np.ndarray, np.ndarray]:
-    """Of each cell with places: its code, and its places as one text."""
+    """For each cell with places: its code, and its places as one text."""
     numbers = (places.ids, places.score.astype(str), places.category, places.region)
     items = np.array([",".join(map(str, item)) for item in zip(*(column.tolist() for column in numbers), strict=True)])
     cells = [code for code in range(1, len(places.cell_offsets) - 1) if np.diff(places.cell_offsets)[code]]

@@ -1,4 +1,4 @@
-"""Kill a process at a chosen file operation: a fork counts what it opens, renames, makes and removes in a folder."""
+"""Kills a process at a chosen file operation: a fork counts what it opens, renames, creates and removes in a folder."""
 
 import multiprocessing
 import os
@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-FORK = multiprocessing.get_context("fork")  # a child with everything imported: a start costs no seconds
+FORK = multiprocessing.get_context("fork")  # the child already has everything imported, which would take seconds
 OPERATIONS = ("open", "os.rename", "os.mkdir", "os.rmdir", "os.remove", "os.chmod", "os.truncate")
 
 
@@ -43,5 +43,5 @@ def operations(folder: Path, action: Callable[[], object], kill_at: int | None =
 
 
 def chosen(count: int, number: int) -> list[int]:
-    """So many of ``count`` operations, evenly spread, the first and the last among them."""
+    """``number`` of ``count`` operations, evenly spaced, including the first and the last."""
     return sorted({index * (count - 1) // (number - 1) for index in range(number)})

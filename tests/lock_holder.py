@@ -1,4 +1,4 @@
-"""A process that has a run's lock, for tests of those who come second."""
+"""A process that holds a run's lock, for tests of a second process that wants it."""
 
 import multiprocessing
 from collections.abc import Callable, Iterator
@@ -14,7 +14,7 @@ FORK = multiprocessing.get_context("fork")
 
 @contextmanager
 def locked_by_another(path: Path, at_last: Callable[[], object] = bool) -> Iterator[tuple[BaseProcess, Event]]:
-    """The process and its event to let go, which it does after ``at_last``; at the block's end it has ended."""
+    """The process, and an event on which it calls ``at_last`` and releases the lock; it ends with the block."""
     path.mkdir(parents=True)
     held, let_go = FORK.Event(), FORK.Event()
 

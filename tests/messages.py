@@ -1,4 +1,4 @@
-"""Count what ranks send to each other."""
+"""Counts what ranks send to each other."""
 
 import torch
 import torch.distributed as dist
@@ -17,17 +17,17 @@ class Messages(TorchDispatchMode):
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         name = function.__name__
         if function.namespace in ("c10d", "_c10d_functional") and any(kind in name for kind in self.KINDS):
-            # c10d's own take (output, input, …); the functional ones (input, …).
+            # c10d's own collectives take (output, input, …), the functional ones (input, …).
             source = args[1] if function.namespace == "c10d" and "base" in name else args[0]
             source = source[0] if isinstance(source, list | tuple) else source
             entries = source.numel()
-            if "all_to_all" in name:  # (rows, rows from each rank, rows to each rank, …): a rank's own stay with it
+            if "all_to_all" in name:  # (rows, rows from each rank, rows to each rank, …): a rank keeps its own rows
                 entries -= args[2][dist.get_rank()] * source[:1].numel()
             self.sent.append((name.split(".")[0].strip("_"), source.dtype, entries))
         return function(*args, **(kwargs or {}))
 
     def bytes(self, world):
-        """Of messages that grow with the model: float64 ones are losses and counts, short ones norms and statistics."""
+        """Bytes of the messages that grow with the model: not losses and counts (float64) or statistics (short)."""
         factors = {
             "all_to_all": 1,
             "gather": world - 1,

@@ -1,17 +1,17 @@
-"""Kernels in float32 beside their specifications in float64: the tensors, the outputs and the gradients of both."""
+"""Compares kernels in float32 with their specifications in float64: tensors, outputs and gradients."""
 
 import torch
 
 
 def pairs(device, *tensors):
-    """The tensors in float32 on the device and in float64 on the CPU, both to be differentiated."""
+    """The tensors in float32 on the device and in float64 on the CPU, both requiring gradients."""
     quick = [None if t is None else t.clone().to(device).requires_grad_() for t in tensors]
     exact = [None if t is None else t.double().requires_grad_() for t in tensors]
     return quick, exact
 
 
 def near(found, expected, terms=1):
-    """Within 1e-5 of the norm; a sum of ``terms`` numbers of size 1 may come out small, and is still as uncertain."""
+    """Within 1e-5 of the norm, plus the rounding of a sum of ``terms`` numbers, which can be larger than the sum."""
     assert found.shape == expected.shape
     assert not found.isnan().any()
     difference = (found.detach().cpu().double() - expected.detach()).norm()
@@ -20,7 +20,7 @@ def near(found, expected, terms=1):
 
 
 def gradients_near(quick, exact, rows=None):
-    """All gradients; the first tensor's only on its first ``rows`` rows, where there is a group."""
+    """Compare all gradients; the first tensor's only on its first ``rows`` rows, which have a group."""
     terms = max(tensor.numel() for tensor in exact if tensor is not None)
     for index, (a, b) in enumerate(zip(quick, exact, strict=True)):
         if a is not None:

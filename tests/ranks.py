@@ -1,7 +1,7 @@
-"""Run a function in several gloo processes and collect what each returns.
+"""Runs a function in several gloo processes and collects what each returns.
 
-They are forks of a server that has imported what they need, once for all tests, and has done nothing else: importing
-torch takes a process seconds, and a fork of the tests' own process would inherit threads that are not there.
+The processes are forks of a server that has only imported what they need, once for all tests: importing
+torch takes seconds, and a fork of the tests' own process would inherit the state of threads that it does not have.
 """
 
 import multiprocessing
@@ -14,7 +14,7 @@ import torch.multiprocessing as mp
 
 NEEDED = ["torch._inductor", "torch.distributed.checkpoint", "intbmoe.train", "pytest", "duckdb", "pyarrow.parquet"]
 NEEDED += [f"intbmoe.tasks.{task}" for task in ("language", "sequences", "travel", "vision")]
-multiprocessing.get_context("forkserver").set_forkserver_preload(NEEDED)  # what cannot be imported is left out
+multiprocessing.get_context("forkserver").set_forkserver_preload(NEEDED)  # modules that cannot be imported are left out
 
 
 def _worker(rank, world, function, arguments, folder):

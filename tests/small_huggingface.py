@@ -1,4 +1,4 @@
-"""Small transformers models with our mixtures, for several tests; skips where transformers is absent."""
+"""Small transformers models with our mixtures, for several tests; skips if transformers is absent."""
 
 import pytest
 import torch
@@ -56,7 +56,7 @@ def vision_model(method="intbmoe", dtype=torch.float32, **options):
 
 
 def text_config(method="intbmoe", **options):
-    """As a user writes one, rather than as a conversion makes it."""
+    """A configuration as a user would write it, not as a conversion makes it."""
     return hf.IntBMoETextConfig(
         vocab_size=29,
         hidden_size=24,

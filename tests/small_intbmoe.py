@@ -32,7 +32,7 @@ switches = pytest.mark.parametrize("options", SWITCHES.values(), ids=SWITCHES.ke
 
 
 def make(seed=1, **options):
-    """A small layer whose every parameter is away from its trivial start."""
+    """A small layer in which every parameter differs from its trivial initial value."""
     torch.manual_seed(seed)
     layer = IntBMoE(8, **{"hidden": 12, **SIZES, **options}).double()
     with torch.no_grad():

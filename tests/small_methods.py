@@ -30,7 +30,7 @@ TINY = {
     "dynmoe": {"experts": 4, "update_every": 2},
     "mass": {"experts": 4, "window": 2, "warmup": 2, "expansion_steps": 99, "significance": 0.9, "similarity": 1.0},
 }
-# Options that switch a method's random noise off, for comparisons across processes.
+# Options that switch off a method's random noise, for comparisons across processes.
 QUIET = {
     "switch": {"jitter": 0.0},
     "vmoe": {"noise": 0.0},
@@ -41,9 +41,9 @@ QUIET = {
 }
 METHODS = intbmoe.list_methods()
 SAME_PARTS = ("mixture", "shazeer", "gshard", "mixtral", "deepseek_v1", "hypermoe", "mobe", "mmoe", "ple", "dsfnet")
-"""Methods made of parts that others have too: what takes a second each is tried on them with ``-m slow``."""
+"""Methods made only of parts that others have too: tests that take a second each run on them with ``-m slow``."""
 
-# Float64 shows the mathematics, by the tiles; float32 and bfloat16 run the grouped product that users run.
+# Float64 checks the mathematics, with the tiled product; float32 and bfloat16 run the grouped product that users run.
 DTYPES = (torch.float64, torch.float32, torch.bfloat16)
 dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 
@@ -59,7 +59,7 @@ def tokens(*shape, seed=2, dtype=torch.float64):
 
 
 def expert(layer, e, x):
-    """What expert ``e`` of a layer makes of (…, d) tokens, written out."""
+    """The output of a layer's expert ``e`` for (…, d) tokens, written out."""
     w = layer.experts
     if layer.config.expert == "swiglu":
         return (F.silu(x @ w.gate.weight[e]) * (x @ w.up.weight[e])) @ w.down.weight[e]
@@ -67,7 +67,7 @@ def expert(layer, e, x):
 
 
 def token_wise(layer):
-    """Whether a token's output depends on that token alone: causal, and with nothing to remember for decoding."""
+    """Whether a token's output depends only on that token: the method is causal and has no decoding state."""
     return layer.config.noncausal_reason() is None and layer.new_state(1) is None
 
 

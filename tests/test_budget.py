@@ -24,12 +24,12 @@ TOTALS = {
     **dict.fromkeys(LIKE_SWITCH, 24_070_312),
     "deepseek": 24_004_264,
     "dynmoe": 24_070_380,
-    # 24,200,872 and the scalar that scales the normalised slot parameters, which the printed digits cannot show.
+    # 24,200,872 plus the scalar that scales the normalised slot parameters, which is below the printed digits.
     "soft": 24_200_872 + MODULES,
     "lory": 24_005_032,
     "mumoe_cp": 24_070_080,
     "mumoe_tr": 24_065_000,
-    # Without the LayerNorm that the released module holds and does not use.
+    # Without the LayerNorm that the released module has but does not use.
     "intbmoe": 24_294_668 - MODULES * 2 * 192,
 }
 PRINTED = {
@@ -130,7 +130,7 @@ def test_an_expert_of_another_kind_has_the_backbones_weights(backbone):
 
 
 def test_the_papers_width_on_minipile_is_that_of_a_swiglu_of_1896():
-    """The backbone's 2048 is the released code's."""
+    """The backbone's width of 2048 comes from the released code."""
     paper = {**MINIPILE, "hidden": 1896}
     assert match_budget("intbmoe", **paper) == {"hidden": 2844, "experts": 8, "shared_hidden": 1896}
     assert match_budget("switch", **paper)["hidden"] == 1896
@@ -163,7 +163,7 @@ def test_pools_start_as_in_the_paper(name):
 
 
 def test_slots():
-    """Rounded, as in the authors' code: cut off, 64 tokens would get 51 slots of the 68."""
+    """Rounded, as in the authors' code: rounded down, 64 tokens would get 51 slots instead of 68."""
     assert match_budget("soft", **IMAGENET)["slots"] == 12
     assert match_budget("soft", 192, 768, experts=16, tokens=64)["slots"] == 4
     assert match_budget("soft", **INTTRAVEL)["slots"] == 1

@@ -197,12 +197,12 @@ def test_importing_the_library_stays_light_and_leaves_the_command_line_alone():
     assert done.stdout.strip() == "[]"
 
 
-# A fresh Python also shows how it ends; the fork, which takes no seconds to import, that help is printed alike.
+# A new Python also shows how it exits; the fork, which saves seconds of imports, shows the same for help.
 @pytest.mark.parametrize(
     ("popen", "args"), [(subprocess.Popen, ["methods"]), (ForkedPopen, ["train", "digits", "--help"])]
 )
 def test_a_reader_that_has_seen_enough_is_no_error(popen, args):
-    """``intbmoe methods | head -3``, at its worst: the reader is gone before the first line."""
+    """The worst case of ``intbmoe methods | head -3``: the reader is gone before the first line."""
     reader, writer = os.pipe()
     os.close(reader)
     command = popen([sys.executable, "-m", "intbmoe.cli", *args], stdout=writer, stderr=subprocess.PIPE, text=True)

@@ -1,4 +1,4 @@
-"""MoE layers in Hugging Face's models, by other people's loops: masks in, losses out, steps around the optimizer."""
+"""MoE layers in Hugging Face models under other people's loops: masks in, losses out, steps around the optimizer."""
 
 import copy
 
@@ -9,7 +9,7 @@ from torch import nn
 import intbmoe
 from intbmoe.foreign import import_torchvision
 
-import_torchvision()  # transformers imports it where it is installed, and fails where that fails
+import_torchvision()  # transformers imports it if it is installed, and fails if that fails
 transformers = pytest.importorskip("transformers")
 
 
@@ -25,7 +25,7 @@ def llama(name="switch", dtype=torch.float64, layers=2, **options):
 
 
 def batch(padding=3, length=9, rows=4):
-    """The first row padded on the left."""
+    """A batch whose first row is padded on the left."""
     generator = torch.Generator().manual_seed(1)
     ids = torch.randint(1, 40, (rows, length), generator=generator)
     mask = torch.ones_like(ids)
@@ -75,7 +75,7 @@ def test_a_foreign_loop_ends_where_our_own_does(name):
         theirs_optimizer.step()
     for _ in range(4):
         our_optimizer.zero_grad()
-        loss = ours(**batch()).loss  # the auxiliary loss is in it, as of theirs
+        loss = ours(**batch()).loss  # includes the auxiliary loss, like theirs
         loss.backward()
 
         def reevaluate():
@@ -202,7 +202,7 @@ def test_an_optimizer_is_found_inside_wrappers():
 
 
 def test_losses_that_nobody_collects_stop_the_training():
-    """As a trainer would that knows of the model's own loss alone."""
+    """As with a trainer that uses only the model's own loss."""
     model = llama(jitter=0.0).train()
     model(**batch()).loss.backward()
     with pytest.raises(RuntimeError, match=r"Switch was trained without .* intbmoe.connect"):

@@ -1,4 +1,4 @@
-"""A trained mixture made smaller: exact where nothing is cut, best for the inputs where something is."""
+"""A trained mixture made smaller: exact if nothing is cut, otherwise the best for the inputs."""
 
 import pytest
 import torch
@@ -35,7 +35,7 @@ def model(request):
 
 
 def test_differences_of_low_rank_change_nothing():
-    """Three experts are the first one and a matrix of rank one: all differences have three, and four are kept."""
+    """Three experts are the first one plus a rank-one matrix: all differences have rank three, and four are kept."""
     alike = Net("mixtral", experts=4, expert="gelu").double().eval()
     with torch.no_grad():
         for part in (alike.mlp.experts.up, alike.mlp.experts.down):
@@ -99,10 +99,10 @@ def test_a_dense_layer_is_shared_out_exactly_and_cut_by_importance(method):
     sizes = {"experts": 3, "shared": 0.2, "steps": 0}
     changed, (row,) = split_dense(model, batches(), loss, top_k=3, **sizes)
     with torch.no_grad():
-        changed.mlp.router.weight.zero_()  # every expert at weight one: the FFN itself, its units in another order
+        changed.mlp.router.weight.zero_()  # all experts have weight one: the FFN with its units reordered
     x = batches()[0]
     torch.testing.assert_close(changed(x), model(x), rtol=0, atol=1e-12)
-    assert row.parameters_after - row.parameters <= 3 * (DIM + DIM)  # the router, and the experts' own last biases
+    assert row.parameters_after - row.parameters <= 3 * (DIM + DIM)  # the router, and each expert's last biases
     fewer, _ = split_dense(model, batches(), loss, top_k=1, **sizes)
     assert fewer.mlp.active_parameters() < changed.mlp.active_parameters()
     before, after = (split_dense(model, batches(), loss, top_k=1, **{**sizes, "steps": n})[1][0].error for n in (0, 40))

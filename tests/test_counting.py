@@ -1,4 +1,4 @@
-"""Counting by running: FLOPs of what experts compute, bytes of what is alive."""
+"""Counting by running: FLOPs of what experts compute, bytes of live tensors."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ def tokens(*shape):
 
 
 class Host(nn.Module):
-    """A layer with its mask, as a model that takes tokens alone."""
+    """A layer with a fixed mask, as a model that takes only tokens."""
 
     def __init__(self, layer, mask=None):
         super().__init__()
@@ -60,7 +60,7 @@ def test_attention_is_counted_apart_on_the_cpu_too():
 
 
 def test_the_filter_is_counted_as_the_paper_writes_it():
-    """T·k rows of d + d_c inputs, where T rows of d and K rows of d_c run."""
+    """T·k rows of d + d_c inputs, although only T rows of d and K rows of d_c are run."""
     layer = intbmoe.create("intbmoe", DIM, HIDDEN, experts=3, blocks=4, top_k=2, code_dim=5)
     written, run = 2 * (TOKENS * 2) * (DIM + 5) * DIM, 2 * TOKENS * DIM * DIM
     assert formulation_difference(layer, TOKENS) == written - run - 2 * 4 * 5 * DIM
@@ -86,7 +86,7 @@ def test_mumoes_biases_are_counted_as_an_input_row():
 
 
 class Chain(nn.Module):
-    """Holds 100 floats; makes 1,000 floats thrice, two of them alive at once, and a view that is nothing new."""
+    """Holds 100 floats; makes three tensors of 1,000 floats, two of them alive at once, and a view of no new memory."""
 
     def __init__(self):
         super().__init__()

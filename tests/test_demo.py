@@ -1,4 +1,4 @@
-"""``make demo``: the command it runs, whole, and what it leaves. Minutes, hence slow; its parts have quick tests."""
+"""``make demo``: runs its whole command and checks what it leaves. It takes minutes; its parts have quick tests."""
 
 import json
 import os

@@ -12,7 +12,7 @@ ROOT = Path(__file__).parent.parent
 PAGES = sorted([*(ROOT / "docs").rglob("*.md"), ROOT / "CONTRIBUTING.md", ROOT / "benchmarks" / "README.md"])
 
 
-# timm and transformers import torchvision where it is installed, and fail where that fails.
+# timm and transformers import torchvision if it is installed, and fail if that fails.
 FOREIGN = """
 from intbmoe.foreign import import_torchvision
 import_torchvision(required=False)
@@ -24,16 +24,16 @@ def snippets(page):
     return re.findall(r"^```python\n(.*?)^```", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
 
 
-# Their Python needs a trained run, data, or other packages and ranks: tests of their own run them.
+# Their Python needs a trained run, data, or other packages and ranks, so other tests run it.
 ELSEWHERE = ("training.md", "your-data.md", "in-your-framework.md")
 FOLDERS = {"serving.md": ("DIR",)}
-"""By page, the artifacts that its Python finds where it runs."""
+"""For each page, the artifacts in the folder where its Python runs."""
 RUNNABLE = [page for page in PAGES if snippets(page) and page.name not in ELSEWHERE]
 
 
 @pytest.fixture(scope="module")
 def ran(tmp_path_factory):
-    """By page, the exit status and output of its Python in a process of its own: a page may register a method."""
+    """For each page, the exit status and output of its Python, in its own process: a page may register a method."""
     scripts = {page: tmp_path_factory.mktemp(page.stem) / "snippets.py" for page in RUNNABLE}
     for page, script in scripts.items():
         script.write_text("\n".join(snippets(page)), encoding="utf-8")

@@ -13,9 +13,9 @@ from intbmoe.report.style import PHONE_INCHES
 DOCS = Path(__file__).parent.parent / "docs"
 SCRIPT = DOCS / "drawings" / "architecture.py"
 DRAWN = sorted(path for path in (DOCS / "images").rglob("*.svg") if path.stem != "architecture")
-DENSE = ("example-text",)  # its letters stand side by side
+DENSE = ("example-text",)  # its letters are side by side
 CHROMIUM = shutil.which("chromium")
-# Every text inside the front rectangle of its box and inside the picture, and no two of a picture over each other.
+# Every text must be inside the front rectangle of its box and inside the picture, and no two texts may overlap.
 MISPLACED = """() => {
   const whole = document.documentElement.getBoundingClientRect(), wrong = [];
   const inside = (a, b) => a.left >= b.left && a.right <= b.right && a.top >= b.top && a.bottom <= b.bottom;

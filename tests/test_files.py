@@ -76,7 +76,7 @@ def test_what_killed_processes_left_is_swept_and_nothing_else(tmp_path):
     for path in mine:
         path.mkdir()
     link.symlink_to(mine[0])
-    with private_folder(tmp_path, ".to.", ".part") as used:  # another process's, still at work
+    with private_folder(tmp_path, ".to.", ".part") as used:  # belongs to another process that is still running
         assert not left.exists()
         with replacing_folder(folder) as beside:
             (beside / "new").touch()
@@ -103,7 +103,7 @@ def test_a_folder_is_never_away_while_it_is_replaced(tmp_path, monkeypatch):
 
 
 def test_a_kill_between_two_renames_is_made_good(tmp_path, monkeypatch):
-    """Where folders cannot be exchanged: the old one is put back before anything else."""
+    """If folders cannot be exchanged, the old one is put back before anything else."""
     folder = tmp_path / "folder"
     folder.mkdir()
     (folder / "old").touch()

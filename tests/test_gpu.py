@@ -1,4 +1,4 @@
-"""On a CUDA device: no wait for the device, parity with float64 on the CPU, exact repeats, CUDA graphs, compile.
+"""On a CUDA device: no waiting for the device, agreement with float64 on the CPU, exact repeats, graphs, compile.
 
 Run with ``pytest -m gpu tests/test_gpu.py`` on a machine with a GPU.
 """
@@ -115,7 +115,7 @@ def test_intbmoe_replays_from_a_cuda_graph():
 
 @pytest.mark.parametrize("name", ["intbmoe", "vmoe", "deepseek"])
 def test_compiled_layers_keep_the_kernels(name):
-    """torch 2.11 says "exporting" wherever it compiles, which once led to plain torch."""
+    """torch 2.11 reports "exporting" whenever it compiles, which once made layers use plain torch."""
     written = []
 
     def backend(graph, inputs):
@@ -130,7 +130,7 @@ def test_compiled_layers_keep_the_kernels(name):
 
 @pytest.mark.parametrize("name", METHODS)
 def test_compiled_gradients_are_the_ordinary_ones(name):
-    plain = make(name).cuda().eval()  # in training some methods draw random numbers, which compiled code draws anew
+    plain = make(name).cuda().eval()  # in training some methods draw random numbers, and compiled code draws others
     compiled = copy.deepcopy(plain)
     compiled.compile()
     x, mask = (tensor.cuda() for tensor in batch(200))
@@ -141,10 +141,10 @@ def test_compiled_gradients_are_the_ordinary_ones(name):
 
 
 def assert_trains_alike(plain, compiled, x, dtype=torch.bfloat16):
-    """Outputs and gradients; the generated code is searched for kernels that read back what other threads stored.
+    """Compare outputs and gradients, and search the generated code for kernels that read back other threads' stores.
 
-    Gradients of single numbers (λ) are left to float32: a sum over all tokens whose terms cancel, of which bfloat16's
-    rounding can leave little.
+    Gradients of single numbers (λ) are compared only in float32: they are sums over all tokens whose terms cancel, so
+    bfloat16's rounding can leave little of them.
     """
     from torch._inductor.utils import run_and_get_code
 
@@ -170,7 +170,7 @@ def assert_trains_alike(plain, compiled, x, dtype=torch.bfloat16):
 
 @pytest.mark.parametrize(("name", "backend"), [*((name, None) for name in METHODS), ("intbmoe", "grouped")])
 def test_compiled_blocks_train_as_ordinary_ones(name, backend):
-    """A block with a class token: where a gather of the layer's, fused into the norm, went wrong."""
+    """A block with a class token, where a gather of the layer, fused into the norm, once went wrong."""
     from intbmoe.train.distribution import compile_in_place
 
     torch.manual_seed(1)
@@ -188,7 +188,7 @@ def test_compiled_blocks_train_as_ordinary_ones(name, backend):
 def test_a_whole_vit_compiled_at_once_trains_as_the_ordinary_one(name, dtype, monkeypatch):
     """Where patches, their class token and a norm meet, as in torch's own example of such kernels.
 
-    Float32 without TF32, which the patches' convolution uses by itself: its rounding can send a token to other experts.
+    Float32 without TF32, which the patches' convolution uses by default: its rounding can change a token's experts.
     """
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
     torch.manual_seed(1)

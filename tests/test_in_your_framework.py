@@ -46,7 +46,7 @@ def _require_packages(title):
 )
 def test_a_snippet_runs(title, tmp_path, monkeypatch, capsys):
     _require_packages(title)
-    import_torchvision()  # transformers and timm import it where it is installed, and fail where that fails
+    import_torchvision()  # transformers and timm import it if it is installed, and fail if that fails
     monkeypatch.chdir(tmp_path)
     namespace = {"__name__": "snippet"}
     torch.manual_seed(0)

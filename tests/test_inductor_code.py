@@ -1,4 +1,4 @@
-"""That the search for kernels that read back finds them; what it is for needs a GPU (``test_gpu.py``)."""
+"""The search for kernels that read back their stores finds them; its real use needs a GPU (``test_gpu.py``)."""
 
 import pytest
 

@@ -29,7 +29,7 @@ def test_loading_a_run_without_trainings_packages_says_what_to_install(tmp_path,
 
 
 def test_train_is_a_package_that_can_be_called(monkeypatch):
-    """Whether it is imported before it is asked for or not."""
+    """Whether or not it was imported before."""
     for name in [name for name in sys.modules if name.startswith("intbmoe.train")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.delattr(intbmoe, "train", raising=False)

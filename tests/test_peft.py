@@ -19,7 +19,7 @@ SHARED = ["shared.gate", "shared.up", "shared.down"]
 
 
 def adapted(name, **targets):
-    """The model with adapters that already do something: they start at zero, where half of them get no gradient."""
+    """The model with nonzero adapters: they start at zero, where half of them get no gradient."""
     model = peft.get_peft_model(llama(name, **METHODS[name]), peft.LoraConfig(r=2, lora_dropout=0.0, **targets))
     adapters = {key: value for key, value in model.named_parameters() if "lora_" in key}
     torch.manual_seed(5)
@@ -59,7 +59,7 @@ def test_every_adapter_learns_and_merges(name, way):
 
 @pytest.mark.parametrize("name", METHODS)
 def test_an_adapter_that_could_have_no_effect_is_refused(name):
-    """Routers and hypernetworks are read in kernels: PEFT says that it does not know them, instead of doing nothing."""
+    """Kernels read routers and hypernetworks directly, so PEFT must refuse them instead of silently doing nothing."""
     with pytest.raises(ValueError, match=r"Target module Linear.* is not supported"):
         adapted(name, target_modules=["mlp.router.hidden" if name == "intbmoe" else "mlp.router"])
 
@@ -73,7 +73,7 @@ def test_a_merged_model_precomposes():
 
 
 def test_adapters_precompose_before_they_are_merged():
-    """Composition calls the pool, so it reads what the adapter makes of it."""
+    """Composition calls the pool, so it sees the adapted weights."""
     model, _ = adapted("intbmoe", **targets_of("intbmoe", "pools"))
     layer = model.eval().base_model.model.model.layers[0].mlp
     x = torch.randn(2, 5, 16, dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""8-bit weights: what is stored, what is kept, what comes out, and that nothing is left out in silence."""
+"""8-bit weights: what is stored, what is kept, the outputs, and that nothing is silently left out."""
 
 import copy
 
@@ -180,7 +180,7 @@ def test_what_cannot_be_quantised_says_why():
     model.head.weight.data[3, 3] = float("nan")
     with pytest.raises(ValueError, match=r"head\.weight holds values that are not finite"):
         quantize(model)
-    assert not any(isinstance(module, Quantized) for module in model.modules())  # nothing was begun
+    assert not any(isinstance(module, Quantized) for module in model.modules())  # nothing was changed
     model.head.weight.data[3, 3] = 0
     quantize(model)
     with pytest.raises(ValueError, match="is already quantised"):

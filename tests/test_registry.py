@@ -36,7 +36,7 @@ def test_a_misspelt_name_gets_a_suggestion():
 
 
 def test_a_taken_name_is_refused():
-    for other in ("Other", "Dense"):  # a class of the same name is another one if its module is
+    for other in ("Other", "Dense"):  # a class with the same name from another module is another class
         with pytest.raises(ValueError, match=r"'dense' is taken by intbmoe\.methods\.dense\.Dense"):
             register("dense", title="x", paper="x", participation="dense")(type(other, (), {}))
     assert _methods["dense"].layer.__name__ == "Dense"
@@ -44,7 +44,7 @@ def test_a_taken_name_is_refused():
 
 @pytest.fixture
 def package(tmp_path, monkeypatch):
-    """A function that installs a package whose module holds ``source`` and is an entry point of ours."""
+    """A function that installs a package whose module contains ``source`` and is one of our entry points."""
 
     def install(name: str, source: str) -> None:
         (tmp_path / f"{name}.py").write_text(source)

@@ -1,4 +1,4 @@
-"""record_routing and load_statistics: what users see of where tokens go."""
+"""record_routing and load_statistics: how users see where tokens go."""
 
 import threading
 import warnings
@@ -161,7 +161,7 @@ def test_recomputation_under_checkpointing_is_not_recorded_again():
 def test_tokens_without_an_expert_are_still_tokens():
     layer = intbmoe.create("remoe", 8, 12, experts=3).eval()
     with torch.no_grad():
-        layer.router.weight.zero_()  # no positive score: nobody is chosen
+        layer.router.weight.zero_()  # no positive score, so no expert is chosen
     with intbmoe.record_routing(layer) as log:
         layer(torch.randn(2, 3, 8))
     assert log[""].load_statistics().tokens == 6

@@ -80,7 +80,7 @@ def test_errors_say_where_and_what(data, message):
 
 
 def test_numbers_as_people_write_them():
-    """YAML 1.1 takes 1e-3 for a string."""
+    """YAML 1.1 reads 1e-3 as a string."""
     data = yaml.safe_load("{name: x, inner: {rate: 1e-3}, pair: [1, 2]}")
     assert isinstance(data["inner"]["rate"], str)
     read = from_plain(Outer, data, "")

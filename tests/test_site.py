@@ -1,4 +1,4 @@
-"""What the site is made of. That it builds, without a broken link, ``.ci/site`` sees."""
+"""The pages of the site. ``.ci/site`` checks that it builds and has no broken links."""
 
 import re
 import runpy
@@ -43,7 +43,7 @@ def test_a_method_has_its_equations_traits_and_options(site):
     text = (site / "docs" / "methods" / "intbmoe.md").read_text(encoding="utf-8")
     assert "α<sub>b</sub><sup>p</sup> = A<sub>p</sub> q<sub>b</sub>" in text
     assert "Σ<sub>b ∈ B<sub>t</sub></sub>" in text
-    assert "| `experts` | `16` | `16` | E, expert bases" in text
+    assert "| `experts` | `16` | `16` | E, the number of expert bases" in text
     assert "| participation | 16 |" in text
 
 
@@ -51,7 +51,7 @@ def test_equations_of_pages_are_mathml_and_code_stays(site):
     text = (site / "docs" / "method.md").read_text(encoding="utf-8")
     assert "<math" in text
     assert "$" not in re.sub(r"^```.*?^```|`[^`\n]*`", "", text, flags=re.MULTILINE | re.DOTALL)
-    assert "0x" not in (site / "docs" / "reference.md").read_text(encoding="utf-8")  # no address of this process
+    assert "0x" not in (site / "docs" / "reference.md").read_text(encoding="utf-8")  # no memory address
 
 
 def test_the_reference_has_every_public_name(site):

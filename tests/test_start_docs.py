@@ -1,4 +1,4 @@
-"""Commands of README.md and the guides, as a newcomer types them: each exists, and finds what it needs."""
+"""Commands of README.md and the guides, as a newcomer types them: each exists and finds what it needs."""
 
 import inspect
 import os
@@ -33,7 +33,7 @@ GUIDES = [path.relative_to(ROOT).as_posix() for path in sorted((ROOT / "docs").g
 
 
 def commands(page):
-    """The intbmoe commands of a page's code blocks, in order, without those in which RUN or the like stands."""
+    """The intbmoe commands in a page's code blocks, in order, without those with placeholders such as RUN."""
     text = (ROOT / page).read_text(encoding="utf-8").replace("\\\n", " ")
     lines = re.findall(r"^(?:    )?(?:\$ )?intbmoe (.*)$", text, flags=re.MULTILINE)
     found = [shlex.split(line, comments=True) for line in lines]
@@ -47,7 +47,7 @@ def test_commands_exist_and_their_runs_come_from_earlier_lines(page):
         assert command in COMMANDS, command
         options = [word.partition("=")[0] for word in args if word.startswith("--")]
         options = [option for option in options if "." not in option]  # settings of the recipe
-        if command not in ("train", "compare"):  # whose options test_training_docs.py parses
+        if command not in ("train", "compare"):  # test_training_docs.py parses their options
             assert set(options) <= OPTIONS[command] | {"--plugin"}, (command, options)
         if args and command in ("eval", "analyse", "export", "serve", "generate"):
             ready = args[0] in made or args[0].startswith(("zoo:", "runs/imagenet")) or not args[0].startswith("runs/")
@@ -73,7 +73,7 @@ def test_other_programs_that_a_page_starts_are_there(page):
 
 
 def trained(command, args):
-    """The labels of the runs that a command leaves."""
+    """The labels of the runs that a command creates."""
     if command == "train":
         given = [args[args.index(option) + 1] for option in ("--moe.label", "--moe.name") if option in args]
         return (given or ["intbmoe"])[:1]
@@ -85,7 +85,7 @@ def test_the_start_runs_as_printed(tmp_path):
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
     for line in SHELL:
         program, *args = shlex.split(line)
-        if program != "intbmoe":  # the installation: .ci/package installs what was built
+        if program != "intbmoe":  # the installation, which .ci/package tests
             continue
         command = [sys.executable, "-m", "intbmoe.cli", *args]
         if args[0] == "serve":
@@ -98,7 +98,7 @@ def test_the_start_runs_as_printed(tmp_path):
 
 
 def served(command, folder, environment):
-    """What the server says of itself; on another port than the printed one, which may be taken."""
+    """What the server says about itself, on a free port, because the printed one may be taken."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

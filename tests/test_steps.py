@@ -1,4 +1,4 @@
-"""aux_loss, before_step and after_step: once a micro-batch, once a step, refused when they would lie."""
+"""aux_loss, before_step and after_step: once per micro-batch, once per step, refused if they would be wrong."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from echo import Echo
 
 
 class Family(Echo):
-    """Echo that notes what the hooks hand it."""
+    """Echo that records what the hooks pass to it."""
 
     calls: list
 

@@ -1,4 +1,4 @@
-"""The study's scripts: which runs there are, when one counts as done, and what the tables say of them."""
+"""The study's scripts: which runs there are, when one counts as done, and what the tables say about them."""
 
 import json
 import re
@@ -37,7 +37,7 @@ SHORT = ("train.epochs=1", "train.warmup=0.2")
 
 @pytest.fixture(scope="module", autouse=True)
 def _count_once():
-    """Networks of a given compute are found by running many: for equal recipes once."""
+    """Search for networks of a given compute only once for equal recipes, because it runs many of them."""
     find, found = study_plan._variants, {}
 
     def once(*given):
@@ -56,7 +56,7 @@ def plan(_count_once):
 
 
 def summary_of(entry, value, **changes):
-    """A summary as a run would leave it."""
+    """A summary as a run would write it."""
     return {
         **{name: getattr(entry, name) for name in ("study", "stage", "title", "label", "seed", "digest")},
         **{name: getattr(entry, name) for name in ("shared_digest", "command", "recipe", "steps")},
@@ -189,7 +189,7 @@ def test_tables_hold_runs_of_one_setting_only(plan):
 def test_of_several_settings_the_best_on_validation_are_shown(plan):
     first = {entry.label: entry for entry in plan if entry.seed == 0}
     runs = [summary_of(first[label], 0.5, test={"accuracy": 0.9, "accuracy5": 0.9}) for label in ("dense", "intbmoe")]
-    runs.append(summary_of(first["vmoe"], 0.95))  # more runs, and better in all but what decides
+    runs.append(summary_of(first["vmoe"], 0.95))  # more runs, and better in everything except the deciding metric
     other = [study_plan.change(first[label], ["train.lr=0.1"]) for label in ("dense", "intbmoe")]
     runs += [summary_of(entry, 0.6, test={"accuracy": 0.1, "accuracy5": 0.1}) for entry in other]
     text = study_tables.study_text("digits", runs, {"rows": {}})
@@ -229,7 +229,7 @@ def test_pages_have_a_place_for_every_table_and_none_for_another(tmp_path):
 
 
 def test_the_readme_shows_what_the_document_does():
-    """Both are written in one go: one of them alone was changed by hand, or forgotten."""
+    """Both are written together, so a difference means that one was edited by hand or forgotten."""
     marker = re.compile("<!-- study:overview -->(.*?)<!-- /study:overview -->", re.DOTALL)
     texts = [page.read_text(encoding="utf-8") for page in study_tables.PAGES]
     shown = [found[1] for text in texts if (found := marker.search(text))]
@@ -291,12 +291,12 @@ def test_the_overview_names_the_other_method_that_is_best_on_validation(plan, mo
 
 def test_a_run_that_ends_when_it_is_asked_to_stop_counts_as_finished(plan, tmp_path, monkeypatch, capsys):
     def start(scheduler, entry, lane, place):
-        """A process that goes on until it is asked to stop, and then, if it is dense, has its summary."""
+        """A process that runs until it is asked to stop, and then, if it is dense, writes its summary."""
         summary = tmp_path / entry.file
         body = json.dumps({**summary_of(entry, 0.5), "steps_per_second": 1.0})
         end = f"open({str(summary)!r}, 'w').write({body!r})" if entry.label == "dense" else "pass"
         code = f"import signal\nsignal.sigwait([signal.SIGTERM])\n{end}"
-        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])  # inherited, so that none comes too early
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])  # inherited, so that no signal arrives too early
         try:
             process = subprocess.Popen([sys.executable, "-c", code], start_new_session=True)
         finally:
@@ -304,7 +304,7 @@ def test_a_run_that_ends_when_it_is_asked_to_stop_counts_as_finished(plan, tmp_p
         return Process(entry, lane, place, process, tmp_path / "log", 0, tmp_path / "none", 0.0)
 
     monkeypatch.setattr(StudyScheduler, "start", start)
-    monkeypatch.setattr(signal, "signal", lambda *_: None)  # the command's own handler is not for these tests
+    monkeypatch.setattr(signal, "signal", lambda *_: None)  # these tests do not use the command's own handler
     settings = {
         "output": tmp_path,
         "root": tmp_path,
@@ -343,7 +343,7 @@ def test_gains_are_above_zero_where_a_method_is_better_than_the_base():
     head, rows = texts(study_paper.gains(found, {"dense": "over dense", "dense-placed": "over placed"}))
     assert head[:4] == ["Method", "Tiny-ImageNet, over dense", "Tiny-ImageNet, over placed", "ImageNet, paper"]
     assert rows == [
-        ["V-MoE", "+1.00", "−1.00", "+5.27", "–", "–", "–"],  # the seed that dense has too, not dense's mean
+        ["V-MoE", "+1.00", "−1.00", "+5.27", "–", "–", "–"],  # against dense's run of the same seed, not dense's mean
         ["IntBMoE", "+3.50", "+2.50", "+7.36", "+0.400", "–", "+0.133"],  # the paper's against the first base
     ]
     found["wikipedia"]["intbmoe-no_gate"] = runs("no gate", "loss", 4.6)

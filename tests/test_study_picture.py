@@ -16,7 +16,7 @@ from intbmoe.report.style import FAMILIES, PHONE_INCHES
 
 
 def summary(study, label, value, seed=0, flops=1e8, **changes):
-    """As much of a run's summary as the picture needs."""
+    """The part of a run's summary that the picture needs."""
     metric = {"tiny-imagenet": "accuracy", "wikipedia": "loss"}.get(study, "HR@10")
     return {
         "study": study,

@@ -1,4 +1,4 @@
-"""What the study trains: studies of labels, in equal time, of sweeps and at rates of their own."""
+"""What the study trains: by label, in equal time, in sweeps, and at separate learning rates."""
 
 import json
 import sys

@@ -83,7 +83,7 @@ def test_mixtures_keep_their_start(name, mode):
     model = small(name, weight_init=mode)
     layer = model.blocks[0].mlp.moe
     written = copy.deepcopy(layer.state_dict())
-    model.init_weights()  # as somebody else's training script may
+    model.init_weights()  # as another training script may
     for state in (written, layer.state_dict()):
         torch.manual_seed(6)
         fresh = type(layer)(layer.config).state_dict()

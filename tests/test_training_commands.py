@@ -1,4 +1,4 @@
-"""What ``train``, ``compare``, ``eval`` and ``analyse`` say at the keyboard when something is not as it should be."""
+"""What ``train``, ``compare``, ``eval`` and ``analyse`` tell the user when something is wrong."""
 
 import shlex
 import sys
@@ -23,7 +23,7 @@ def _folder(tmp_path, monkeypatch):
 
 
 def refused(args):
-    """The message with which a command ends."""
+    """The error message of a command that is refused."""
     with pytest.raises(SystemExit) as ended:
         main(args)
     assert str(ended.value.code).startswith("intbmoe: ")

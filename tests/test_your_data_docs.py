@@ -1,4 +1,4 @@
-"""docs/your-data.md walked from end to end, on small data made here and with small models."""
+"""Follows docs/your-data.md from start to end, with small generated data and small models."""
 
 import re
 import shlex
@@ -52,7 +52,7 @@ def run(line, recipe):
     if words[1] in ("train", "compare"):
         small = [word for name, value in SMALL[recipe].items() for word in (f"--{name}", str(value))]
         words += [*small, *(["--quiet"] if words[1] == "train" else ["--jobs", "1"])]
-    if words[1] == "compare" and recipe != "images":  # each method is a process: one kind of data has all of them
+    if words[1] == "compare" and recipe != "images":  # a process per method: only one kind of data runs all
         words[words.index("--methods") + 1] = "intbmoe,dense"
     if words[1] != "serve":
         try:

@@ -1,4 +1,4 @@
-"""The models that come with the package: their scores are measured again, and their cards say them."""
+"""The models that come with the package: their scores are measured again and must match their cards."""
 
 import io
 import os
@@ -35,13 +35,13 @@ def test_the_score_is_the_cards(name):
     assert digest(run.model_path.read_bytes()) == run.result["sha256"]["model.safetensors"]
     assert run.result["sha256"]["model.safetensors"] in card
     if run.recipe.data.source == "stdlib" and f"library of Python {platform.python_version()} |" not in card:
-        pytest.skip("the text is this Python's library, and the score was measured on another's")
+        pytest.skip("the text is this Python's library, but the score was measured on another version's")
     data = os.environ.get("INTBMOE_DATA") if run.stand_in else None
     if run.stand_in and data is None:
         pytest.skip("INTBMOE_DATA, the tar of Tiny-ImageNet, is not set")
     assert evaluate(name, data=data)[run.result["metric"]] == pytest.approx(
         score, abs=1e-3
-    )  # other CPUs round otherwise
+    )  # other CPUs round differently
 
 
 @pytest.mark.parametrize("name", ZOO)
@@ -56,7 +56,7 @@ def test_it_is_small_and_loads(name):
 def test_scores_on_pictures_that_come_with_it_are_those_of_the_day_it_came(name):
     run = RunDirectory.existing(name)
     for found, kept in zip(scores_on_stand_in(run), run.result["stand_in"], strict=True):
-        assert found == pytest.approx(kept, abs=1e-3)  # other CPUs round otherwise
+        assert found == pytest.approx(kept, abs=1e-3)  # other CPUs round differently
 
 
 def test_a_stand_in_has_the_form_of_the_data_and_none_of_its_pictures(tmp_path):

@@ -1,8 +1,9 @@
-"""Inference replayed from CUDA graphs: recorded once for each shape, started by one call.
+"""Records inference as CUDA graphs: one recording per shape, replayed by one call.
 
-A small model's forward is hundreds of short kernels, which Python starts far more slowly than a large GPU runs them. A
-graph starts them at once. It reads and writes at fixed places, so inputs are copied there, and shapes are rounded up to
-a few. On the CPU a recorded function is the function itself, so that everything around the graphs can be tested there.
+A small model's forward is hundreds of short kernels, which Python launches far more slowly than a large GPU runs them.
+A graph launches them all at once. It reads and writes at fixed addresses, so inputs are copied there, and shapes are
+rounded up to one of a few. On the CPU, "recording" a function returns it unchanged, so that the code around the graphs
+can be tested there.
 """
 
 import gc
@@ -24,7 +25,7 @@ class CaptureError(RuntimeError):
 
 
 def ladder(most: int) -> tuple[int, ...]:
-    """1, 2, 4, 8, 16, 24, 32, 48, 64, …, ``most``: at most half of what is computed is padding, of many a third."""
+    """1, 2, 4, 8, 16, 24, 32, 48, 64, …, ``most``: at most half of a batch is padding, and a third of a large one."""
     steps = {most}
     power = 1
     while power < most:
@@ -36,42 +37,43 @@ def ladder(most: int) -> tuple[int, ...]:
 
 
 def halves(most: int, least: int = 1) -> tuple[int, ...]:
-    """A quarter of ``most``, half of it and all, none below ``least``."""
+    """A quarter of ``most``, half of it and all of it, each at least ``least``."""
     return tuple(sorted({max(least, -(-most // part)) for part in (4, 2, 1)}))
 
 
 def addresses(model: nn.Module) -> list[int]:
-    """Where its weights and buffers are: a graph goes on reading there, whatever the module says."""
+    """The addresses of the weights and buffers: a graph keeps reading there even if the module gets new tensors."""
     return [tensor.data_ptr() for tensor in (*model.parameters(), *model.buffers())]
 
 
 class Mirror:
-    """The same flat buffer on the host, where Python fills or reads it, and on the device, where graphs do."""
+    """The same flat buffer on the host, for Python to fill or read, and on the device, for graphs to fill or read."""
 
     def __init__(self, size: int, dtype: torch.dtype, device: torch.device) -> None:
         on_gpu = device.type == "cuda"
         self.host = torch.zeros(size, dtype=dtype, pin_memory=on_gpu)
         self.device = torch.zeros(size, dtype=dtype, device=device) if on_gpu else self.host
-        self.array = self.host.numpy()  # the host's, as numpy sees it
+        self.array = self.host.numpy()  # the host's buffer in numpy
 
     def to_device(self, count: int) -> None:
         if self.device is not self.host:
             self.device[:count].copy_(self.host[:count], non_blocking=True)
 
     def to_host(self, count: int) -> None:
-        """Copy the first ``count`` entries here, and wait for that and for all that was started before."""
+        """Copy the first ``count`` entries to the host; wait for the copy and for everything launched before it."""
         if self.device is not self.host:
             self.host[:count].copy_(self.device[:count], non_blocking=True)
             torch.cuda.current_stream(self.device.device).synchronize()
 
 
 class Recorder:
-    """Records functions that take nothing and return nothing: they read and write tensors that stay where they are."""
+    """Records functions without arguments or results, which read and write tensors at fixed addresses."""
 
     def __init__(self, device: torch.device, model: nn.Module, beside: "Recorder | None" = None) -> None:
-        """``model`` is what the functions run; what its layers tell ``record_routing`` they go on telling it.
+        """``model`` is what the functions run; ``record_routing`` also sees its layers when a graph is replayed.
 
-        With a Recorder ``beside``, their graphs share memory: one may run when nobody needs what another has left.
+        Graphs share memory with those of the Recorder ``beside``: before one runs, the results of the others must no
+        longer be needed.
         """
         self._device, self._statistics = device, [layer.statistics for _, layer in moe_layers(model)]
         self._constants = _Constants()
@@ -79,7 +81,7 @@ class Recorder:
             self._memory = _Memory(device) if beside is None else beside._memory
 
     def record(self, function: Recorded) -> Recorded:
-        """What does the same as ``function``, which on a GPU runs three times meanwhile; raises ``CaptureError``."""
+        """Return a function that does the same, or raise ``CaptureError``; on a GPU ``function`` runs three times."""
         if self._device.type != "cuda":
             return function
         with torch.cuda.device(self._device):
@@ -89,21 +91,21 @@ class Recorder:
                     function()  # compiles kernels, chooses algorithms, makes the constants
                     replay = self._capture(function)
                 except RuntimeError as error:
-                    # A broken recording leaves the device's generator waiting for its end: random numbers would fail.
+                    # A failed capture leaves the device's generator waiting for its end: random numbers would fail.
                     generator = torch.cuda.default_generators[torch.cuda.current_device()]
                     generator.graphsafe_set_state(generator.clone_state())
-                    # Ending a broken recording raises an error of its own.
+                    # Ending a failed capture raises another error; its context is the cause.
                     raise CaptureError(str(error.__context__ or error)) from error
             torch.cuda.current_stream().wait_stream(self._memory.stream)
-            replay()  # the first time takes longer: the device gets the graph
+            replay()  # the first replay takes longer, because it uploads the graph to the device
         return replay
 
     def _capture(self, function: Recorded) -> Recorded:
         graph = torch.cuda.CUDAGraph()
-        # The tensors in which a graph leaves its routing are kept with it: a sample of the routing costs nothing.
+        # The tensors to which a graph writes its routing are kept with it, so sampling the routing costs nothing.
         with ExitStack() as stack:
             routed = [(statistics, stack.enter_context(statistics.recording())) for statistics in self._statistics]
-            # Not torch.cuda.graph, which empties the allocator's cache each time. Other threads may use the GPU.
+            # torch.cuda.graph would empty the allocator's cache each time. Other threads may use the GPU meanwhile.
             with _garbage_waits():
                 graph.capture_begin(self._memory.pool, capture_error_mode="thread_local")
                 try:
@@ -121,7 +123,7 @@ class Recorder:
 
 @contextmanager
 def _garbage_waits() -> Iterator[None]:
-    """Python collects no cycles meanwhile: a graph among them, of a model that is gone, would break the recording."""
+    """Switch off garbage collection: freeing the graph of a deleted model in the middle of a capture would break it."""
     collects = gc.isenabled()
     gc.disable()
     try:
@@ -132,9 +134,9 @@ def _garbage_waits() -> Iterator[None]:
 
 
 class _Memory:
-    """A pool that graphs share, and its stream: the allocator hands memory on within a stream only.
+    """A memory pool that graphs share, and its stream, because the allocator reuses memory only within one stream.
 
-    It refuses a pool whose last graph has been deleted, so the pool has a graph of its own, which never runs.
+    The allocator refuses a pool whose last graph has been deleted, so the pool keeps its own graph, which never runs.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -147,7 +149,7 @@ class _Memory:
 
 
 class _Constants(TorchFunctionMode):
-    """Keeps what ``torch.tensor`` makes of Python's numbers: a graph cannot copy them from the host, nor need it to."""
+    """Caches the tensors that ``torch.tensor`` makes from Python numbers: a graph cannot copy them from the host."""
 
     def __init__(self) -> None:
         super().__init__()

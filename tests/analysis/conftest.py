@@ -1,4 +1,4 @@
-"""Counting one image needs no second thread, and threads that wait for a busy core make it ten times slower."""
+"""Runs on one thread: counting one image gains nothing from a second, and on busy cores it is ten times slower."""
 
 import pytest
 import torch

@@ -46,7 +46,7 @@ def small(name, method="intbmoe"):
 
 
 def render_only(patch, names=None, forms=("svg",)):
-    """Other pictures (``names`` of None: none) and forms are empty: to render takes most of an analysis's time."""
+    """Render only these pictures (None: all) and forms, and the others empty: rendering takes most of the time."""
     content = Picture.content
 
     def render(picture, form):
@@ -58,7 +58,7 @@ def render_only(patch, names=None, forms=("svg",)):
 
 @pytest.fixture(scope="module", autouse=True)
 def _quick():
-    """tests/analysis/test_run_cost.py has the whole sweep, and the tests of the page lay out and render every form."""
+    """Shorten the sweep and render little; test_run_cost.py and the tests of the page run both in full."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(run_cost, "SWEEP", (1, 4))
         patch.setattr(ConstrainedLayoutEngine, "execute", lambda self, figure: None)
@@ -68,7 +68,7 @@ def _quick():
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """Every embedded recipe, and on digits a method without bases and one without choice."""
+    """Runs of every embedded recipe, and on digits also of a method without bases and one without choices."""
     root = tmp_path_factory.mktemp("runs")
     wanted = [("digits", "intbmoe"), ("stdlib", "intbmoe"), ("journeys", "intbmoe"), ("digits", "switch")]
     wanted += [("digits", "soft"), ("digits", "dense")]
@@ -77,7 +77,7 @@ def runs(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def analysed(runs):
-    """The analyses of the embedded recipes with IntBMoE; of all but digits, what only they draw is rendered."""
+    """Analyses of the embedded recipes with IntBMoE; all but digits render only their own kind of picture."""
     folders = {"digits": analyse(runs["digits/intbmoe"], FEW)}
     with pytest.MonkeyPatch.context() as patch:
         render_only(patch, names=("example-1",))
@@ -86,14 +86,14 @@ def analysed(runs):
 
 @pytest.fixture
 def run(runs, tmp_path):
-    """A copy to change, not analysed yet."""
+    """A copy that a test may change, not analysed yet."""
     ignored = shutil.ignore_patterns("analysis")
     return Path(shutil.copytree(runs["digits/intbmoe"], tmp_path / "run", ignore=ignored))
 
 
 @pytest.fixture
 def undrawn(monkeypatch):
-    """Pictures take most of an analysis's time: not drawn where a test is about numbers."""
+    """Skip pictures, which take most of an analysis's time, in tests about numbers."""
     for part in DRAWERS:
         monkeypatch.setitem(DRAWERS, part, lambda data: [])
 
@@ -284,7 +284,7 @@ def test_an_analysis_of_an_earlier_version_is_refused_with_the_command_that_make
         redraw(run / "analysis")
     (data / "analysis.json").write_text(json.dumps({"run": {}, "parts": ["participation"], "left_out": {}}))
     (data / "participation.json").write_text(json.dumps({"metric": "accuracy", "layers": [{"drops": [0.1]}]}))
-    with pytest.raises(TrainingError, match=again):  # which measured accuracies alone
+    with pytest.raises(TrainingError, match=again):  # an earlier version measured only accuracies
         redraw(run / "analysis")
 
 

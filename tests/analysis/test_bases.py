@@ -22,7 +22,7 @@ several = pytest.mark.parametrize("options", SEVERAL.values(), ids=SEVERAL.keys(
 
 
 def rebuilt(layer, base):
-    """The layer that the E−1 other bases make, parameter by parameter."""
+    """The layer made of the other E−1 bases, parameter by parameter."""
     smaller = IntBMoE(replace(layer.config, experts=layer.config.experts - 1)).double()
     kept = [index for index in range(layer.config.experts) if index != base]
     bases = ("pools.", "hypernetwork.value.", "hypernetwork.gate.")
@@ -32,7 +32,7 @@ def rebuilt(layer, base):
 
 
 def zero_base(layer, base):
-    """Make the coefficients of a base zero in every block and path."""
+    """Set the coefficients of a base to zero in every block and path."""
     with torch.no_grad():
         for path in (layer.hypernetwork.value, layer.hypernetwork.gate):
             path.weight[base] = 0
@@ -54,11 +54,11 @@ def test_without_a_base_a_layer_is_that_of_the_others(options):
 
 @pytest.mark.parametrize("coefficients", ["linear", "softmax"])
 def test_a_base_with_zero_coefficients_costs_no_accuracy(coefficients):
-    """The factor scales all outputs alike, which leaves the largest where it is."""
+    """The factor scales all outputs alike, so the largest one stays the largest."""
     layer, x = zero_base(make(coefficients=coefficients, shared=False), base=1), tokens(23, 4)
     task = LayerTask(x)
     with torch.no_grad():
-        task.examples.arrays["labels"] = layer(x)[:, 0].argmax(-1)  # so that the whole layer is always right
+        task.examples.arrays["labels"] = layer(x)[:, 0].argmax(-1)  # so that the full layer is always right
     found = measure_participation(OneLayer(layer), sample_of(task))
     assert found.full == 1.0
     assert found.layers[0].drops[1] == 0
@@ -101,7 +101,7 @@ def test_rises_errors_and_drops_by_hand():
 
 
 def test_the_loss_sees_what_the_accuracy_of_few_examples_cannot():
-    """Every example's loss rises a little and no answer changes: all sure by the loss, nothing by the accuracy."""
+    """Every loss rises a little and no answer changes: the loss shows a certain rise, the accuracy shows none."""
     noise = torch.rand(143, generator=torch.Generator().manual_seed(0)).double()
     whole = {"count": torch.ones(143), "loss": 3 * noise, "accuracy": torch.ones(143)}
     other = {**whole, "loss": 3 * noise + 0.001 + 0.001 * noise}
@@ -112,7 +112,7 @@ def test_the_loss_sees_what_the_accuracy_of_few_examples_cannot():
 
 
 def test_examples_of_several_units_are_one_observation_each():
-    """Repeating the tokens of an example makes its mean no surer."""
+    """Repeating the tokens of an example does not make its mean more certain."""
     units, rises = torch.tensor([1.0, 2.0, 3.0, 2.0]), torch.tensor([0.1, 0.5, 0.2, -0.1]).double()
     whole = {"count": units, "loss": torch.zeros(4).double()}
     rise, error = paired_rise(whole, {"count": units, "loss": units * rises})
@@ -123,7 +123,7 @@ def test_examples_of_several_units_are_one_observation_each():
 
 
 def test_sure_rises_are_corrected_for_their_number():
-    """With 1,000 examples t is nearly normal: 1.7 errors are enough for one claim, 2.4 not for sixteen."""
+    """With 1,000 examples t is nearly normal: 1.7 standard errors suffice for one claim, but 2.4 not for sixteen."""
     assert count_sure([1.7], [1.0], 1000) == 1
     assert count_sure([1.6], [1.0], 1000) == 0
     assert count_sure([2.4] * 16, [1.0] * 16, 1000) == 0

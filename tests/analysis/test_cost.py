@@ -32,9 +32,9 @@ EXPECTED = {
     "remoe": (24_070_312, 3_951_016, 1_457_648_640),  # with one active expert
     "vmoe": (24_070_312, 5_134_504, 1_920_070_656),
     "expert_choice": (24_070_312, 5_134_504, 1_957_819_392),
-    "dynmoe": (24_070_380, 10_306_416, 3_940_854_866),  # with 6.37
-    "mass": (24_070_312, 8_826_988, 3_362_827_346),  # with 5.12
-    "soft": (24_200_876, 23_017_388, 1_600_189_440),  # three products of tokens with slots, one scale a layer
+    "dynmoe": (24_070_380, 10_306_416, 3_940_854_866),  # with 6.37 active experts
+    "mass": (24_070_312, 8_826_988, 3_362_827_346),  # with 5.12 active experts
+    "soft": (24_200_876, 23_017_388, 1_600_189_440),  # three products of tokens with slots, one scale per layer
     "smear": (24_070_312, 22_886_824, 1_492_795_392),
     "lory": (24_005_032, 22_821_544, 2_002_586_112),
     "mumoe_cp": (24_070_080, 22_886_592, 9_120_342_208 - ATTENTION),
@@ -130,7 +130,7 @@ def test_costs_grow_with_the_pool_but_not_when_precomposed():
     # Two more bases and their columns in the hypernetwork's two heads; the coefficients alive beside them are tiny.
     parameters = 4 * 4 * 2 * (295_872 + 2 * 17)
     assert parameters <= large.memory - small.memory <= parameters + 4096
-    # The paper's figures, which hold about 8 MiB that are no tensors.
+    # The paper's figures include about 8 MiB that are not tensors.
     assert small.memory / MIB == pytest.approx(54.57, abs=10)
     assert small.memory_precomposed / MIB == pytest.approx(104.33, abs=10)
 
@@ -152,7 +152,7 @@ SMALL = Setting(
 
 @pytest.fixture
 def small(monkeypatch):
-    """A setting that takes no time."""
+    """A setting that is quick to measure."""
     monkeypatch.setitem(cost_report.find_setting.__globals__["SETTINGS"], "small", SMALL)
 
 

@@ -23,7 +23,7 @@ METHODS += ["mumoe_cp", "mumoe_tr", "intbmoe", PRECOMPOSED]
 
 @cache
 def measured(name, method, depth):
-    """``depth``: of MiniPile's layers, which are alike; to count all 18 takes seconds."""
+    """``depth`` is the number of MiniPile's layers, which are all alike; counting all 18 takes seconds."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(settings, "LlamaConfig", partial(LlamaConfig, depth=depth))
         return measure(SETTINGS[name], method)
@@ -32,8 +32,9 @@ def measured(name, method, depth):
 def by_hand(method, *, tokens, d, experts, expert, weights, swiglu, inner, cp, tr, mixed, active):
     """Parameters, activated parameters and multiply-adds of one module.
 
-    ``expert``: parameters of an expert like the backbone's FFN, ``weights`` without biases; ``swiglu``: of a SwiGLU;
-    ``inner``: IntBMoE's inner width; ``mixed``: what a token costs in a merged expert; ``cp``, ``tr``: rank and width.
+    ``expert``: parameters of an expert like the backbone's FFN; ``weights``: the same without biases; ``swiglu``:
+    parameters of a SwiGLU; ``inner``: IntBMoE's inner width; ``mixed``: cost of a token in a merged expert; ``cp``,
+    ``tr``: rank and width.
     """
     others = experts + 1
     router = d * others
@@ -110,7 +111,7 @@ SHAPES = {
 
 
 def rest(name, depth):
-    """Modules, and parameters and multiply-adds outside them."""
+    """The number of modules, and the parameters and multiply-adds outside them."""
     if name == "inttravel":
         return 9, 8 * (4 * (96**2 + 96) + 4 * 96 + 251) + 2 * 96, 126 * 8 * 4 * 96**2
     params = 32_000 * 768 + depth * (4 * 768**2 + 2 * 768) + 768
@@ -226,7 +227,7 @@ def test_the_sweep_grows_with_the_pool_but_not_when_precomposed():
     small, large = (sweep_experts(INTTRAVEL, experts) for experts in (2, 3))
     base = 2 * 96 * 384 + 384 + 96
     assert large.flops - small.flops == 9 * (2 * 2 * 8 * base + 2 * 8 * 32)
-    grown = 4 * 9 * (base + 2 * 17)  # parameters; the coefficients alive beside them are tiny
+    grown = 4 * 9 * (base + 2 * 17)  # parameters; the coefficients in memory at the same time are tiny
     assert grown <= large.memory - small.memory <= grown + 4096
     assert small.flops_precomposed == large.flops_precomposed
     assert small.memory_precomposed == large.memory_precomposed

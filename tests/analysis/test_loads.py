@@ -33,7 +33,7 @@ def test_load_of_a_forced_router_by_hand():
     found = evaluated_load(model, sample_of(LayerTask(tokens(7, 4), mask)))
     assert found.unit == "block"
     (load,) = found.layers
-    assert load.counts == [0, 21, 0, 21], "seven examples of three valid tokens; the padding is not there"
+    assert load.counts == [0, 21, 0, 21], "seven examples of three valid tokens, without the padding"
     assert load.tokens == 21
     assert load.active == 2
     assert load.dead == [0, 2]
@@ -93,7 +93,7 @@ def test_tokens_that_no_expert_took():
         layer.router.weight.zero_()  # equal scores go to the earlier token: both experts take the same two of four
     (load,) = evaluated_load(OneLayer(layer), sample_of(LayerTask(tokens(3, 4)))).layers
     assert load.tokens_by_choices == [6, 0, 6]
-    assert (load.dropped, load.untaken, load.active) == (None, 0.5, 1.0), "nobody wanted them, so nothing was dropped"
+    assert (load.dropped, load.untaken, load.active) == (None, 0.5, 1.0), "no token wanted them, so nothing was dropped"
 
 
 def test_what_is_left_out_is_said_and_drawn():

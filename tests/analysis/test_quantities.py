@@ -19,7 +19,7 @@ GROWING = {
     **dict.fromkeys(("smear_token", "dsfnet", "hypermoe"), (5 * 33, 5 * 70)),
     "lory": (5 * 3, 5 * 5),
 }
-"""Weight sets for five sequences of 33 and of 70 tokens; Lory's segments have 16."""
+"""Weight sets for five sequences of 33 and of 70 tokens; Lory's segments have 16 tokens."""
 
 
 @pytest.mark.parametrize("name", list_methods())
@@ -38,7 +38,7 @@ def test_it_reads_as_it_is_said():
 
 @pytest.mark.parametrize(("name", "expected"), [("smear", 3), ("smear_token", 60), ("lory", 6), ("intbmoe", 8)])
 def test_shares_are_counted_on_the_tokens_that_layers_see(name, expected):
-    """Three sequences of 40 tokens; what the layers see is half as long."""
+    """Three sequences of 40 tokens, of which the layers see half."""
 
     class Halving(nn.Module):
         def __init__(self):

@@ -1,4 +1,4 @@
-"""Single examples: a router forced to one block paints everything its colour, and nothing else is painted."""
+"""Single examples: a router forced to one block paints everything in its colour, and nothing else."""
 
 from dataclasses import asdict, replace
 
@@ -107,7 +107,7 @@ def test_csv_has_a_row_for_each_choice():
 
 
 def shown_of(valid):
-    """Every token of a layer task, padding left out."""
+    """Every token of a layer task except padding."""
 
     def describe(batch, row, index):
         return Content("x", [Token("token", "a") if here else None for here in valid[index].tolist()])

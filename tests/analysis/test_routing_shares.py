@@ -159,13 +159,13 @@ def test_ids_of_a_prepared_folder_are_read_with_its_tokenizer(tmp_path):
 
     (tmp_path / "tokenizer.json").write_text(train_bpe(["the cat = 12 ", "the cat"] * 20, 300), encoding="utf-8")
     texts = token_texts(tmp_path)
-    assert kind_of(texts[0]) == "other", "the end of a text is none of it"
+    assert kind_of(texts[0]) == "other", "the end of a text does not belong to it"
     kinds = {text: kind_of(text) for text in texts}
     assert (kinds[" cat"], kinds["="], kinds["1"], kinds[" "]) == ("letters", "code symbols", "digits", "white space")
 
 
 def travel_batch():
-    """Two users of two sessions; the second has one, and no known hour."""
+    """Two users; the first has two sessions, the second has one, whose hour is unknown."""
     scenario = torch.zeros(2, 2, 6, dtype=torch.int32)
     place = torch.zeros(2, 2, 5, dtype=torch.int32)
     scenario[0, :, 3] = torch.tensor([1, 24])

@@ -44,7 +44,7 @@ def test_a_warning_is_a_line_beside_the_verdict(monkeypatch, recwarn):
 
 
 def test_extras_that_are_missing_or_broken_are_named(monkeypatch):
-    """Of a package that is there but cannot be imported, find_spec would say that all is well."""
+    """find_spec alone would not notice a package that is installed but cannot be imported."""
     faults = {"tokenizers": ModuleNotFoundError("no", name="tokenizers"), "duckdb": ImportError("libfoo.so is gone\n…")}
 
     def fail(module):

@@ -29,7 +29,7 @@ def parse(*args):
 
 
 def shown_text(capsys):
-    """What was printed, without the box around it and the line breaks in it."""
+    """What was printed, without the surrounding box and without line breaks."""
     return " ".join(capsys.readouterr().out.replace("│", " ").split())
 
 
@@ -195,9 +195,9 @@ def described_settings():
 def test_every_setting_says_what_it_is(settings):
     texts = setting_texts(settings)
     for f in fields(settings):
-        if f.name not in ("data", "model", "moe", "train", "augmentation"):  # whose class says it
+        if f.name not in ("data", "model", "moe", "train", "augmentation"):  # described by their classes
             assert texts.get(f.name), f"{settings.__name__}.{f.name} has no help text"
-            assert not set("`\n") & set(texts[f.name]), "a terminal shows it as it stands"
+            assert not set("`\n") & set(texts[f.name]), "a terminal would show these characters as they are"
 
 
 @pytest.mark.parametrize("command", [name for name in COMMANDS if name not in (*TAKE_A_RECIPE, "serve")])

@@ -1,4 +1,4 @@
-"""Comparisons on a model that trains in a second; the runs of one comparison serve most of the tests."""
+"""Comparisons on a model that trains in a second; most tests share the runs of one comparison."""
 
 import csv
 import json
@@ -29,7 +29,7 @@ from intbmoe.report.numbers import format_metric
 from intbmoe.tasks import find_task, make_task
 from intbmoe.train import load, train
 
-# tests/tasks/test_adding_a_task.py compares with a process that imports everything anew.
+# tests/tasks/test_adding_a_task.py runs a comparison in a process that imports everything afresh.
 pytestmark = pytest.mark.usefixtures("forked", "sketched")
 SMALL = shlex.split("--model.dim 16 --model.depth 2 --model.heads 2 --model.hidden 16 --model.patch-size 4")
 SMALL += shlex.split("--model.moe-layers 0 --moe.experts 2 --train.epochs 1 --train.warmup 0 --train.batch 128")
@@ -38,7 +38,7 @@ PAGES = ("remoe+intbmoe.md", "remoe+intbmoe/report.html")
 
 
 def intbmoe(*args, cwd):
-    """The command line in a process of its own."""
+    """Run the command line in a separate process."""
     command = [sys.executable, "-m", "intbmoe.cli", *args]
     return subprocess.run(command, cwd=cwd, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
 
@@ -53,7 +53,7 @@ def recipe():
 
 @pytest.fixture(scope="module")
 def compared(recipe, tmp_path_factory, forked, sketched):
-    """Two methods, two seeds, in a folder of their own; the second seed's runs are there already."""
+    """Two methods and two seeds in a separate folder; the second seed's runs already exist."""
     folder = tmp_path_factory.mktemp("compare")
     options = CompareOptions(methods="remoe,intbmoe", seeds=2, root=folder / "runs")
     for job in make_plan(recipe, options).jobs:
@@ -308,7 +308,7 @@ def test_files_of_different_sets_have_different_names_also_where_case_does_not_c
     names = [file_stem(name) for name in ("all", "ablations", "K", "k", "E", "L", "dense, switch")]
     assert len({name.lower() for name in names}) == len(names)
     assert len(file_stem(",".join(f"method{index}" for index in range(99)))) <= 60
-    assert file_stem("dense, dense,switch") == "dense+switch", "as often as it stands in the table"
+    assert file_stem("dense, dense,switch") == "dense+switch", "as often as it is in the table"
 
 
 def test_without_intbmoe_on_the_path_they_start_the_module(recipe, tmp_path, monkeypatch):

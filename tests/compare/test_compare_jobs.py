@@ -1,4 +1,4 @@
-"""How runs of a comparison are started, with something quicker in place of a training."""
+"""How a comparison starts its runs, with something quicker in place of training."""
 
 import os
 import subprocess
@@ -18,7 +18,7 @@ from lock_holder import locked_by_another
 
 @pytest.fixture
 def plan(tmp_path, monkeypatch):
-    """One run, which says whom it belongs to and fails."""
+    """One run, which prints the process it belongs to and fails."""
     popen = subprocess.Popen
 
     def fail(command, **settings):
@@ -80,7 +80,7 @@ def test_settings_of_runs_that_never_began_may_be_corrected(plan, tmp_path):
 
 
 class Recorded(Scheduler):
-    """Commands of a shell in place of trainings; what becomes of them, in order."""
+    """Runs shell commands in place of trainings, and records what becomes of them, in order."""
 
     def __init__(self, lanes, folder):
         super().__init__(lanes)

@@ -1,4 +1,4 @@
-"""``compare --options.METHOD.OPTION``: a baseline with options of its own."""
+"""``compare --options.METHOD.OPTION``: options for a single baseline."""
 
 import pytest
 

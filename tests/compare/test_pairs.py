@@ -1,4 +1,4 @@
-"""Methods compared in pairs: what must hold of any such test, on outcomes whose distribution is known."""
+"""Methods compared in pairs: properties that any such test must have, on outcomes with a known distribution."""
 
 import numpy as np
 import pytest
@@ -21,7 +21,7 @@ def loss(sums):
 
 
 def outcomes(random, rate=0.5, hardness=None, gain=0.0):
-    """Losses that have the examples' hardness in common, and hits that do not."""
+    """Losses that share the difficulty of the examples, and hits that do not."""
     hardness = np.zeros(EXAMPLES) if hardness is None else hardness
     return {
         "count": np.ones(EXAMPLES),
@@ -61,7 +61,7 @@ def test_what_the_examples_have_in_common_does_not_blur_a_difference(random):
 
 
 def test_intervals_hold_the_truth_as_often_as_they_say(monkeypatch):
-    """Three seeds, whose trainings differ more than examples do: a bootstrap of three seeds would fail here."""
+    """Three seeds that differ more than the examples do: a bootstrap over three seeds would fail here."""
     monkeypatch.setattr(pairs, "RESAMPLES", 100)
     random, held, tries = np.random.default_rng(3), 0, 200
     for _ in range(tries):
@@ -79,7 +79,7 @@ def test_more_pairs_lend_each_other_their_spread(random):
     runs["single"] = {0: outcomes(random)}
     found = compare_in_pairs(runs, "a", loss)
     alone = compare_in_pairs({name: runs[name] for name in "ab"}, "a", loss)["b"]
-    assert found["single"].over_seeds, "its one seed is no claim without the others' spread"
+    assert found["single"].over_seeds, "one seed gives no claim without the spread of the others"
     assert found["single"].interval_95 > max(found[name].interval_95 for name in "bcdef")
     assert found["b"].value == alone.value
     first = {name: {0: runs[name][0]} for name in ("a", "single")}

@@ -10,7 +10,7 @@ DIM, LENGTH, VALID = 8, 10, 4
 
 
 class Padded:
-    """A task of sequences whose first ``VALID`` tokens are there and whose others are padding."""
+    """A task of sequences whose first ``VALID`` tokens are valid and whose others are padding."""
 
     def split(self, name):
         return self

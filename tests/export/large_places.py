@@ -1,4 +1,4 @@
-"""A travel model of the paper's widths with thousands of places, and encoded requests for it by chance."""
+"""A travel model of the paper's widths with thousands of places, and random encoded requests for it."""
 
 import copy
 
@@ -35,7 +35,7 @@ def large_predictor(method, dtype, device):
 
 
 def encoded_requests(asked, count, seed, sessions=None):
-    """With so many sessions, or from one to the most; every second leaves out what was visited."""
+    """Requests with this many sessions, or from one to the most; every other one excludes visited places."""
     random = np.random.default_rng(seed)
     found = []
     for number in range(count):

@@ -1,4 +1,4 @@
-"""A small predictor of each kind, with weights away from their trivial start, and requests for it by chance."""
+"""A small predictor of each kind, with weights away from their trivial start, and random requests for it."""
 
 import base64
 import copy
@@ -57,7 +57,7 @@ def _model(kind, method):
 
 
 def travel_catalogue():
-    """What an artifact says of the fake places."""
+    """What an artifact says about the fake places."""
     data = fake_journeys()
     tensors = {"ids": torch.from_numpy(data.places.ids), "codes": torch.from_numpy(place_codes(data.places))}
     tensors["values.cell"] = torch.from_numpy(CELL_VALUES)
@@ -71,7 +71,7 @@ def predictor(kind, method="intbmoe", dtype=torch.float64):
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.2 * torch.randn_like(parameter))
-        if kind == "places":  # row of what is missing
+        if kind == "places":  # the row for missing values
             for table in (model.places, model.cells, model.codes):
                 table.tables[-1] = 0
     if method == "intbmoe":
@@ -94,7 +94,7 @@ def png(random, width=8, height=8):
 
 
 def make_request(kind, random):
-    """One request by chance: lengths from the shortest to beyond what the model looks at."""
+    """A random request, from the shortest length to beyond what the model reads."""
     maybe = lambda value: None if random.random() < 0.2 else int(value)  # noqa: E731
     ranking = {"top_n": int(random.integers(1, 8)), "explain": bool(random.random() < 0.3)}
     if kind == "classify":

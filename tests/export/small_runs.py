@@ -1,4 +1,4 @@
-"""Finished runs of every task without any training: random weights, whose routers send tokens to every block."""
+"""Finished runs of every task without training: random weights whose routers send tokens to every block."""
 
 from dataclasses import replace
 
@@ -18,7 +18,7 @@ ITEMS = 40
 
 
 def small_recipe(task, folder, method="intbmoe", experts=2, depth=2):
-    """A recipe of the task with a model so small that a layer is milliseconds."""
+    """A recipe of the task with a model so small that a layer takes milliseconds."""
     own = {"blocks": 4, "top_k": 2, "code_dim": 4, "router_dim": 8, "hyper_dim": 4} if method == "intbmoe" else {}
     moe = MoESettings(name=method, experts=experts, options=own)
     if task == "vision":

@@ -1,4 +1,4 @@
-"""The artifact on the disk: what is loaded, what is refused, and that nothing of it knows E."""
+"""The artifact on disk: what is loaded, what is refused, and that nothing in it depends on E."""
 
 import json
 import shutil
@@ -33,7 +33,7 @@ def folder(exported, tmp_path):
 
 
 def edit(folder, **changes):
-    """As one who knows how: with the checksum that then fits."""
+    """Edit the artifact as an expert would, with a matching checksum."""
     about = json.loads((folder / ABOUT).read_bytes()) | changes
     (folder / ABOUT).write_text(json.dumps({**about, "checksum": checksum(about)}))
 
@@ -107,7 +107,7 @@ def test_edits_that_fit_the_other_files_are_refused(folder, change):
     (folder / ABOUT).write_text(json.dumps(about))
     with pytest.raises(ArtifactError, match=r"artifact\.json is altered: its checksum does not match.*export"):
         load_artifact(folder)
-    del about["checksum"]  # as artifacts of old are
+    del about["checksum"]  # as in old artifacts
     (folder / ABOUT).write_text(json.dumps(about))
     load_artifact(folder)
 

@@ -113,14 +113,14 @@ def test_what_lies_beside_an_artifact_is_not_lost(tmp_path, monkeypatch):
         return real(*args)
 
     monkeypatch.setattr(exporting, "make_golden", while_it_is_exported)
-    for _ in range(2):  # at the end, and then at the beginning
+    for _ in range(2):  # noticed at the end, and then at the beginning
         with pytest.raises(ExportError, match=r"holds other files besides an artifact \(notes.txt\): move them"):
             export_run(run, to, dtype="bfloat16")
         assert (to / "notes.txt").read_text() == "mine"
         assert load_artifact(to).version == version
     (to / "notes.txt").unlink()
     monkeypatch.setattr(exporting, "make_golden", real)
-    (to / MODEL).write_bytes(b"torn")  # a damaged one, and one of another version, are still ours to replace
+    (to / MODEL).write_bytes(b"torn")  # a damaged artifact, or one of another version, may still be replaced
     about = json.loads((to / ABOUT).read_bytes())
     (to / ABOUT).write_text(json.dumps({**about, "format_version": 99}))
     assert export_run(run, to).version == version

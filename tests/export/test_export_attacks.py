@@ -19,7 +19,7 @@ def names(folder):
 
 
 def kill_everywhere(folder, number):
-    """Returns how many file operations an export comes to."""
+    """Kill an export at its file operations; return how many it has."""
     run, place = small_run("vision", folder, depth=1), folder / "place"
     old = export_run(run, folder / "old").version
     shutil.copytree(folder / "old", place / "to")

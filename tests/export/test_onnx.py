@@ -24,7 +24,7 @@ def _export(task, folder, method="intbmoe", **sizes):
 
 
 def _check(run, artifact, shapes):
-    """The parity is written down, was at other sizes than those traced with, and holds when it is looked at again."""
+    """The parity is recorded, was checked at other sizes than those traced, and holds when checked again."""
     from intbmoe.export.onnx import load_onnx
 
     found = artifact.about["parity"]["onnx"]

@@ -1,4 +1,4 @@
-"""The comparison with the trained model: right ones pass in every task and type, wrong ones do not."""
+"""The comparison with the trained model: correct exports pass in every task and type, wrong ones do not."""
 
 import copy
 from itertools import product
@@ -40,7 +40,7 @@ def test_inputs_reach_every_block_that_any_validation_input_reaches(trained):
     assert inputs.examples <= inputs.looked_at <= len(split)
 
 
-# What is not precomposed is the trained model itself, cast: test_export.py exports every method so.
+# Without precomposition an export is the trained model, cast: test_export.py exports every method that way.
 @pytest.mark.parametrize(
     ("dtype", "precompose"),
     thinned(product([torch.float32, torch.bfloat16], [True, False]), lambda dtype, precompose: precompose),
@@ -51,7 +51,7 @@ def test_what_is_exported_passes(trained, dtype, precompose):
     found = parity.check_model(cast_model(model, dtype, precompose=precompose))
     assert found["layers"]["largest_error"] <= found["layers"]["tolerance"]
     assert found["outputs"]["used_of_allowed"] <= 1
-    # The tolerances are tight enough that bfloat16 does not pass for float32.
+    # The tolerances are so tight that bfloat16 does not pass as float32.
     if dtype == torch.bfloat16 and precompose:
         strict = Parity(task, model, torch.float32)
         with pytest.raises(ExportError, match="parity failed"):

@@ -1,4 +1,4 @@
-"""An answer is a function of its request alone, and what the model of the task would say."""
+"""An answer depends only on its request, and is what the model of the task would say."""
 
 import base64
 import io
@@ -32,7 +32,7 @@ RANKED = ("classify", "items", "places")
 
 
 def equal(one, other, tolerance):
-    """Same text, or same ranking but for near-equals; the same blocks where both say which."""
+    """The same text, or the same ranking up to near ties; the same blocks if both name them."""
     if "text" in one:
         same = all(one[name] == other[name] for name in ("text", "finished", "new_tokens"))
         return same and abs(one["score"] - other["score"]) <= tolerance
@@ -59,7 +59,7 @@ def test_batch_mates_their_order_and_their_lengths_change_nothing(kind, method, 
 @pytest.mark.parametrize("kind", RANKED)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_in_narrow_types_batches_change_no_more_than_rounding(kind, dtype):
-    """Entries may change places only where their scores differ by less than rounding does."""
+    """Entries may change places only if their scores differ by less than rounding."""
     asked = predictor(kind, "intbmoe", dtype) if dtype == torch.float32 else bfloat16(kind)
     pool = requests(kind, 16, seed=3)
     together = asked.answer([asked.encode(request) for request in pool])
@@ -81,7 +81,7 @@ def test_answers_are_the_same_through_the_wire(kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_encoding_in_two_processes_or_one_is_the_same_class_of_checks(kind):
-    """The half without weights is what the predictor itself encodes with."""
+    """The predictor itself encodes with the half that has no weights."""
     asked = predictor(kind)
     assert asked.request_schema["examples"]
     for example in asked.request_schema["examples"]:
@@ -111,7 +111,7 @@ def test_images_are_read_and_classified_as_in_evaluation():
 @pytest.mark.parametrize("channels", [1, 3])
 @pytest.mark.parametrize("cropped", [False, True])
 def test_images_of_any_size_are_cut_from_the_middle(channels, cropped):
-    """With the edge cut off as for ImageNet, or, where images are stored at their size, without."""
+    """The edge is cut off, as for ImageNet, or not, as for images stored at the model's size."""
     config = replace(VIT, channels=channels)
     normalisation = Normalisation((0.3,) * channels, (0.4,) * channels)
     encoder = ClassifyPredictor(config, normalisation, ("a", "b"), middle_square if cropped else whole_square)
@@ -147,7 +147,7 @@ def test_items_are_what_the_model_says():
 
 
 def user_request(shard, fields, user, stop):
-    """The sessions of a user up to ``stop``, which is now, in a request's values."""
+    """A request with the sessions of a user up to ``stop``, which is now."""
     start = int(shard.offsets[user])
     history = []
     for row in range(start, stop):
@@ -163,7 +163,7 @@ def user_request(shard, fields, user, stop):
 @pytest.mark.parametrize("method", ["dense", "intbmoe", "switch", "lory", "soft_causal"])
 @pytest.mark.parametrize("user", [2, 4])
 def test_journeys_are_read_and_scored_as_in_training(user, method):
-    """All places as candidates of the reader's window: the model's own scores, in the reader's own codes."""
+    """With all places as candidates, answers have the scores that the model gives to the reader's window."""
     asked, data = predictor("places", method), fake_journeys()
     shard = data.shards[0]
     reader = JourneyReader(data, asked.sessions, utc_offset=8.0)
@@ -212,7 +212,7 @@ def test_explained_blocks_are_those_of_valid_tokens_only(kind):
     for encoded, answer in zip(batch, asked.answer(batch), strict=True):
         tokens = len(answer["tokens"])
         if kind == "classify":
-            assert tokens == encoded.tokens - 1  # the class token goes elsewhere
+            assert tokens == encoded.tokens - 1  # the class token does not go through the blocks
         elif kind != "generate":
             assert tokens == encoded.tokens
         assert len(answer["blocks"]) == {"items": 3, "places": 3}.get(kind, 2)

@@ -46,7 +46,7 @@ def scores_of(answers):
 
 
 def poison(graphs):
-    """What earlier batches can leave is nothing against this."""
+    """Fill the buffers with worse values than earlier batches could leave."""
     graphs.input.array[:] = NOT_A_CODE
     graphs._output.array[:] = -1
     with torch.inference_mode():
@@ -57,7 +57,7 @@ def poison(graphs):
 @settings(max_examples=8, deadline=None)
 @given(data=st.data())
 def test_a_batch_in_the_buffers_is_answered_as_in_the_ordinary_way(method, data):
-    """Also one larger than any recorded shape."""
+    """Also a batch larger than any recorded shape."""
     asked = predictor("places", method)
     with torch.inference_mode():
         graphs = CapturedSearch(asked, 5)
@@ -97,7 +97,7 @@ def test_results_beyond_the_usual_number(monkeypatch):
 
 
 def test_ties_are_settled_as_in_the_ordinary_way(monkeypatch):
-    """Every place nine times over: the tenth is a tie, and the lower numbers come first."""
+    """Every place is there nine times: the tenth result is a tie, and lower numbers come first."""
     asked = predictor("places")
     vectors = asked.places.vectors[:10].repeat(9, 1)
     monkeypatch.setattr(asked, "places", type(asked.places)(vectors))
@@ -187,7 +187,7 @@ def on_gpu(request):
 @pytest.mark.gpu
 @needs_gpu
 def test_replays_are_the_kernels_run_one_by_one(on_gpu):
-    """Every shape, with other batches before it: bit for bit what the function gives that was recorded."""
+    """Every shape, after other batches: bit for bit the results of the function that was recorded."""
     graphs = on_gpu.captured
     for number, (most, sessions) in enumerate(sorted(graphs.models)):
         for size in sorted({1, min(7, most), most}):
@@ -213,7 +213,7 @@ def run(graphs, batch, shape, model, search):
 @pytest.mark.gpu
 @needs_gpu
 def test_recorded_and_ordinary_answers_agree(on_gpu):
-    """Up to rounding; a token between two blocks may take the other one in another batch, in any way of running."""
+    """Up to rounding; in either mode, a token near a tie of two blocks may take the other one in another batch."""
     graphs, wrong, total = on_gpu.captured, 0, 0
     eps = torch.finfo(on_gpu.dtype).eps
     for number, size in enumerate((1, 7, 16, 1, 50, 3)):
@@ -272,7 +272,7 @@ def test_what_waits_for_the_device_cannot_be_recorded():
 @pytest.mark.gpu
 @needs_gpu
 def test_a_graph_that_becomes_garbage_while_another_is_recorded():
-    """Python collects cycles whenever it likes; a graph that was freed in a recording would break it."""
+    """Python may collect cycles at any time; freeing a graph during a recording would break the recording."""
     x = torch.ones(3, device="cuda")
     old = [Recorder(x.device, torch.nn.Identity()).record(lambda: x.add_(1))]
     calls = []

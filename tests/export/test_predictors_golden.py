@@ -1,4 +1,4 @@
-"""Golden requests: made from validation data, the same answers again, and a difference is seen and said."""
+"""Golden requests: made from validation data, answered the same again; a difference is detected and reported."""
 
 import copy
 import json
@@ -23,7 +23,7 @@ RECIPES = {"classify": "digits", "items": "beauty", "places": "journeys", "gener
 
 
 class Pictures:
-    """As much of ``ImageExamples`` as golden requests need."""
+    """The part of ``ImageExamples`` that golden requests need."""
 
     def __init__(self):
         self.images = self
@@ -66,7 +66,7 @@ def differences(asked, golden):
 
 
 def damaged(asked):
-    """The same with the weights of the first mixture's blocks turned round."""
+    """The same predictor with the weights of the first mixture's blocks negated."""
     model = copy.deepcopy(asked.model)
     with torch.no_grad():
         blocks = [parameter for parameter in model.parameters() if parameter.dim() == 3]
@@ -89,14 +89,14 @@ def test_the_same_model_answers_its_golden_requests_and_a_damaged_one_does_not(k
 
 @kinds
 def test_golden_answers_outlive_a_change_of_rounding(kind):
-    """The same weights in twice the digits: another machine's rounding is no more than that."""
+    """The same weights at twice the precision: another machine's rounding makes no larger difference."""
     asked = predictor(kind, "intbmoe", torch.float32)
     golden = make_golden(asked, SmallTask(kind), 6)
     assert differences(asked.with_model(copy.deepcopy(asked.model).double()), golden) == []
 
 
 def test_golden_journeys_are_those_of_the_users():
-    """Each request is a window's sessions in the values of the data, its last one as now."""
+    """Each request holds a window's sessions in the data's own values, the last one as the current session."""
     data = fake_journeys()
     golden = make_golden(predictor("places", "intbmoe", torch.float32), SmallTask("places"), 6)
     times = np.concatenate([shard.time for shard in data.shards])

@@ -1,4 +1,4 @@
-"""The best n of many: what sorting everything gives, ties included, in any number of stretches."""
+"""The best n of many are those of a full sort, ties included, in any number of chunks."""
 
 import numpy as np
 import pytest
@@ -18,7 +18,7 @@ def naive(scores, n):
 @settings(max_examples=60, deadline=None)
 @given(st.integers(1, 4), st.integers(1, 700), st.integers(1, 20), st.integers(1, 40), st.integers(0, 10**6))
 def test_the_best_are_those_of_a_full_sort(batch, entries, n, levels, seed):
-    """Few levels make many ties; groups are made small so that they are used."""
+    """Few score levels give many ties; groups are small so that several are used."""
     n = min(n, entries)
     scores = torch.randint(levels, (batch, entries), generator=torch.Generator().manual_seed(seed)).double()
     scores[scores == 0] = -torch.inf
@@ -64,7 +64,7 @@ def test_a_search_in_stretches_is_one_over_all(batch, entries, n, seed, tied):
 
 @pytest.mark.slow
 def test_a_large_catalogue_is_searched_in_little_memory():
-    """A million places: the scores of 64 queries would be 256 MB, those of a stretch are 8."""
+    """A million places: the scores of 64 queries would take 256 MB, those of a chunk take 8."""
     torch.manual_seed(0)
     vectors, queries = torch.randn(1_000_000, 16), torch.randn(64, 16)
     catalogue = VectorIndex(vectors)

@@ -1,4 +1,4 @@
-"""Bad requests are refused with the name of the field, whatever they hold; good ones never are."""
+"""Bad requests are refused with the name of the field, whatever they contain; good ones never are."""
 
 import base64
 import json
@@ -20,7 +20,7 @@ JSON = st.recursive(
     | st.integers()
     | st.integers(min_value=-(10**5000), max_value=10**5000)
     | st.floats()
-    | st.text(st.characters(exclude_categories=()), max_size=20),  # halves of surrogate pairs too
+    | st.text(st.characters(exclude_categories=()), max_size=20),  # including halves of surrogate pairs
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4),
     max_leaves=12,
 )
@@ -30,7 +30,7 @@ REQUIRED = {"classify": "image", "items": "history", "places": "now", "generate"
 
 
 def refusal(kind, request):
-    """The error, None where there is none; anything else than a RequestError fails the test."""
+    """The error message, or None; any other exception than a RequestError fails the test."""
     try:
         assert isinstance(predictor(kind).encode(request), Encoded)
     except RequestError as error:
@@ -44,7 +44,7 @@ def refusal(kind, request):
 def test_any_json_is_encoded_or_refused(kind, request):
     error = refusal(kind, request)
     if error is not None:
-        json.dumps([error.field, str(error)], ensure_ascii=False).encode()  # an answer can carry it
+        json.dumps([error.field, str(error)], ensure_ascii=False).encode()  # it can be put into an answer
         assert len(str(error)) < 500
 
 
@@ -52,7 +52,7 @@ def test_any_json_is_encoded_or_refused(kind, request):
 @quick
 @given(data=st.data())
 def test_one_bad_value_in_a_good_request_is_refused_by_name(kind, data):
-    """A value anywhere is replaced: either it is allowed there, or the error says exactly where it is."""
+    """Any one value is replaced: either the new one is allowed there, or the error says exactly where it is."""
     request = json.loads(json.dumps(requests(kind, 4)[data.draw(st.integers(0, 3))]))
     path, where = [], request
     while isinstance(where, dict | list) and where and (not path or data.draw(st.booleans())):
@@ -63,7 +63,7 @@ def test_one_bad_value_in_a_good_request_is_refused_by_name(kind, data):
     holder[path[-1]] = value
     name = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in path).lstrip(".")
     error = refusal(kind, request)
-    # A time that is allowed by itself may make the one after it too early; a record may be wrong inside.
+    # A valid time may make the next one too early; a record may have an error inside.
     if error is not None:
         assert error.field.startswith(name) or error.field.endswith("time") or name.startswith(error.field)
 
@@ -156,7 +156,7 @@ def test_a_damaged_image_is_read_or_refused(at, byte):
 @quick
 @given(data=st.data())
 def test_what_the_schema_allows_is_encoded_and_nothing_else(kind, data):
-    """But for what no schema can say: which ids a catalogue has, the order of times, whole images, tokens of a text."""
+    """Except for what no schema can say: a catalogue's ids, the order of times, whole images, tokens of a text."""
     jsonschema = pytest.importorskip("jsonschema")
     asked = predictor(kind)
     request = json.loads(json.dumps(requests(kind, 6)[data.draw(st.integers(0, 5))]))

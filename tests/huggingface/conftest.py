@@ -1,4 +1,4 @@
-"""torchvision is helped before any test file imports transformers."""
+"""Makes torchvision importable before any test file imports transformers."""
 
 from intbmoe.foreign import import_torchvision
 

@@ -75,7 +75,7 @@ def test_a_left_padded_prompt_is_as_good_as_alone():
 EVERY_CACHE = ("intbmoe", "switch", "dynmoe", "lory", "soft_causal")
 
 
-# Tokens of the others stand for themselves as switch's do, and see no cache.
+# The other methods treat each token alone, as switch does, and use no cache.
 @pytest.mark.parametrize(
     ("method", "cache"),
     thinned(
@@ -153,7 +153,7 @@ model.save_pretrained(sys.argv[2])
 """
 
 
-@pytest.mark.slow  # transformers is imported anew
+@pytest.mark.slow  # transformers is imported afresh
 def test_trust_remote_code_needs_no_import(tmp_path):
     language_model().save_pretrained(tmp_path / "a")
     command = [sys.executable, "-c", REMOTE, tmp_path / "a", tmp_path / "b"]
@@ -209,11 +209,11 @@ def test_a_precomposed_model_in_bfloat16_is_loaded_as_it_was(tmp_path):
     assert torch.equal(loaded(prompts()).logits, served(prompts()).logits)
 
 
-# What others do to every model of transformers: the traps.
+# Traps: what other libraries do to every transformers model.
 
 
 def test_trap_1_their_initialisation_leaves_ours():
-    """Weights of an IntBMoE start by its own law; transformers would write N(0, 0.02²) into each nn.Linear."""
+    """IntBMoE initialises its own weights; transformers would write N(0, 0.02²) into each nn.Linear."""
     model = hf.IntBMoEForCausalLM(text_config(experts=16, hyper_dim=64))
     own = intbmoe.create("intbmoe", 24, 20, **model.config.method_options)
     for name, expected in own.named_parameters():
@@ -281,7 +281,7 @@ def test_trap_4_without_a_mixture_it_is_a_llama(tmp_path):
     model.save_pretrained(tmp_path)
     llama = LlamaForCausalLM.from_pretrained(tmp_path)
     logits = model(prompts()).logits
-    # Llama rounds to float32 where ours does not
+    # Llama rounds to float32 in places where ours does not
     torch.testing.assert_close(llama(prompts()).logits, logits, rtol=0, atol=1e-4 * logits.abs().max().item())
     assert_same(AutoModelForCausalLM.from_pretrained(tmp_path), model)
 
@@ -298,7 +298,7 @@ def test_trap_5_losses_are_in_the_loss_whatever_is_returned():
 
 
 def test_trap_6_pools_are_read_in_their_own_forward():
-    """Where PEFT puts its adapters on and takes them off again."""
+    """That is where PEFT adds its adapters and removes them again."""
     model = language_model()
     seen = []
     for name, module in model.named_modules():
@@ -309,7 +309,7 @@ def test_trap_6_pools_are_read_in_their_own_forward():
 
 
 def test_trap_7_nothing_that_vllm_would_replace():
-    """It makes every nn.Linear its own, and every child called experts that holds 3-D parameters alone."""
+    """It replaces every nn.Linear, and every child called experts that has only 3-D parameters."""
     for _, layer in moe_layers(language_model().precompose()):
         assert not any(name.split(".")[-1] == "experts" for name, _ in layer.named_modules())
         maps = {name for name, module in layer.named_modules() if isinstance(module, nn.Linear)}
@@ -317,7 +317,7 @@ def test_trap_7_nothing_that_vllm_would_replace():
 
 
 def test_trap_8_every_buffer_is_saved():
-    """from_pretrained builds on the meta device: what is in no file comes back as garbage."""
+    """from_pretrained builds on the meta device: anything missing from the file comes back as garbage."""
     for method in CAUSAL:
         model = language_model(method)
         assert {name for name, _ in model.named_buffers()} <= set(model.state_dict())

@@ -1,4 +1,4 @@
-"""transformers' Trainer trains as a loop of one's own does."""
+"""transformers' Trainer gives the same as a training loop of our own."""
 
 import copy
 from functools import partial
@@ -19,7 +19,7 @@ QUIET = {"switch": {"jitter": 0.0}}
 
 
 class Texts(Dataset):
-    """Of two lengths, padded on the right; padding has no label."""
+    """Texts of two lengths, padded on the right; padding has no label."""
 
     def __init__(self):
         self.ids = prompts(2 * STEPS * BATCH, 9)
@@ -65,11 +65,11 @@ def train(model, folder, callbacks=True, **options):
 def micro_loss(model, batch, share, items):
     logits = model(batch["input_ids"], attention_mask=batch["attention_mask"]).logits
     own = ForCausalLMLoss(logits, batch["labels"], SIZES.vocabulary, num_items_in_batch=items)  # in float32, always
-    return own + intbmoe.aux_loss(model) * share if torch.is_grad_enabled() else own  # MASS looks at it once more
+    return own + intbmoe.aux_loss(model) * share if torch.is_grad_enabled() else own  # MASS evaluates it again
 
 
 def own_loop(model, size, parts):
-    """The loss of a step: the mean over its labelled tokens, auxiliary losses weighed by these."""
+    """The loss of a step: the mean over its labelled tokens, with auxiliary losses weighted by their number."""
     texts = Texts()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.0, eps=1e-8)
     model.train()
@@ -115,7 +115,7 @@ def test_a_method_that_needs_steps_is_not_trained_without_them(tmp_path):
 
 
 def test_the_callback_serves_any_model(tmp_path):
-    """A plain Llama with our layers: they get their mask, and their losses are in its loss."""
+    """A plain Llama with our layers: they get the mask, and their losses are part of the model's loss."""
     config = LlamaConfig(
         vocab_size=29, hidden_size=24, intermediate_size=20, num_hidden_layers=2, num_attention_heads=3, pad_token_id=0
     )

@@ -40,7 +40,7 @@ print("TOKENS", json.dumps([list(request.outputs[0].token_ids) for request in fo
 
 
 def plugin(folder):
-    """What pip would write of the entry point in pyproject.toml, for an interpreter without intbmoe."""
+    """The entry point in pyproject.toml as pip would install it, for an interpreter without intbmoe."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     about = folder / f"intbmoe-{project['version']}.dist-info"
     about.mkdir()
@@ -66,7 +66,7 @@ def python():
 
 
 def model_of(method, **options):
-    """A decoder with weights so large that the best token is clearly the best."""
+    """A decoder with weights so large that there is always a clearly best token."""
     torch.manual_seed(0)
     backbone = Llama(SIZES, lambda: intbmoe.create(method, SIZES.dim, SIZES.hidden, **options))
     with torch.no_grad():

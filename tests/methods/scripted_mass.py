@@ -17,7 +17,7 @@ def make(**options):
 
 
 def growing(**options):
-    """Small windows, and a cosine test that a gradient orthogonal to the weights passes."""
+    """A layer with small windows, and a cosine test that a gradient orthogonal to the weights passes."""
     return make(**{"window": 8, "warmup": 3, "similarity": 1e-6, **options})
 
 

@@ -1,4 +1,4 @@
-"""Layers that are told a task or a scenario, alone and as the head of the travel model."""
+"""Layers conditioned on a task or a scenario, alone and as the head of the travel model."""
 
 import pytest
 import torch

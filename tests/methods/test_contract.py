@@ -72,7 +72,7 @@ def test_every_parameter_gets_a_finite_gradient_though_experts_starve(name, dtyp
         assert parameter.grad.isfinite().all(), parameter_name
 
 
-# Float64 has every case, the other types those in which gradients flow.
+# Float64 is tested in every case, the other types only with gradients.
 @pytest.mark.parametrize("name", METHODS)
 @pytest.mark.parametrize(
     ("shape", "training", "dtype"),
@@ -91,7 +91,7 @@ def test_no_token_and_one_token_are_ordinary_input(name, shape, training, dtype)
     assert loss.isfinite()
     loss.backward()
     for parameter_name, parameter in layer.named_parameters():
-        assert parameter.grad is not None, parameter_name  # under DDP a missing one is a hang
+        assert parameter.grad is not None, parameter_name  # under DDP a missing gradient would hang
         assert parameter.grad.isfinite().all(), parameter_name
     if training:
         intbmoe.after_step(layer)
@@ -113,7 +113,7 @@ def test_equal_tokens_all_go_one_way(name):
 @pytest.mark.parametrize("training", [False, True])
 @dtypes
 def test_masked_tokens_neither_give_nor_take(name, training, dtype):
-    """Padding of NaN changes nothing: not the outputs, the losses, the statistics, the gradients or the state."""
+    """NaN in the padding changes nothing: not the outputs, losses, statistics, gradients or state."""
     x, mask = tokens(3, 5, dtype=dtype), random_mask(3, 5)
     mask[1] = False  # a sequence of padding only
     results = []
@@ -140,7 +140,7 @@ def test_masked_tokens_neither_give_nor_take(name, training, dtype):
 
 @pytest.mark.parametrize("name", METHODS)
 def test_a_padded_sequence_is_the_sequence_alone(name):
-    """Padding at the end for every method, anywhere for those in which a token stands for itself."""
+    """Padding at the end for every method, and anywhere for methods that treat each token alone."""
     layer, x = make(name).eval(), tokens(1, 9)
     mask = random_mask(9) if token_wise(layer) else torch.arange(9) < 6
     padded = torch.where(mask.unsqueeze(-1), x, 7.0)
@@ -175,7 +175,7 @@ def test_ties_go_to_the_lower_index(name):
 
 @pytest.mark.parametrize("name", METHODS)
 def test_the_scale_of_the_losses_does_not_depend_on_the_number_of_tokens(name):
-    """The same batch three times over has the same loss: neither world size nor accumulation changes its weight."""
+    """The same batch repeated three times has the same loss: world size and accumulation do not change its weight."""
     losses = []
     for copies in (1, 3):
         layer = make(name, **QUIET.get(name, {}))
@@ -201,7 +201,7 @@ def test_a_sequence_does_not_depend_on_its_batch_in_evaluation(name):
 @pytest.mark.parametrize("name", METHODS)
 @pytest.mark.parametrize("training", [False, True])
 def test_declared_causality_is_true(name, training):
-    """Change a suffix: the prefix stays exactly when the method says it is causal."""
+    """Changing a suffix leaves the prefix's outputs unchanged if and only if the method says it is causal."""
     layer = make(name).train(training)
     x = tokens(2, 40)
     changed = torch.cat([x[:, :7], tokens(2, 33, seed=9)], dim=1)
@@ -219,7 +219,7 @@ def test_declared_causality_is_true(name, training):
 
 @pytest.mark.parametrize("name", METHODS)
 def test_bf16_autocast_stays_near_float32(name):
-    """bfloat16 keeps 8 bits: each of the few roundings on a token's way adds at most 2⁻⁸ of its size."""
+    """bfloat16 keeps 8 bits: each of the few roundings of a token adds at most 2⁻⁸ of its size."""
     layer = make(name).float().eval()
     x = tokens(4, 16).float()
     exact = layer(x)
@@ -230,9 +230,9 @@ def test_bf16_autocast_stays_near_float32(name):
 
 
 # A cold inductor compile takes minutes on a small machine; aot_eager traces the same graphs, forward and backward, and
-# eager the forward alone: both show every graph break. On a GPU test_fused_layer.py compiles IntBMoE by inductor.
+# eager only the forward: both show every graph break. On a GPU test_fused_layer.py compiles IntBMoE with inductor.
 TRACED_BACKWARDS = ("intbmoe", "dynmoe", "expert_choice", "lapsum", "lory", "mumoe_tr", "soft_causal")
-"""One method for each operation and each own gradient that a backward goes through."""
+"""One method for each operation, and for each custom gradient, that a backward uses."""
 
 
 def compiled_always(name, backend):
@@ -253,7 +253,7 @@ def test_compiles_whole(name, backend, request):
     for layer, call in ((eager, eager), (compiled, run)):
         (call(x, mask).square().sum() + intbmoe.aux_loss(layer)).backward()
     if backend != "eager":
-        # Without a mask there is less to differentiate: the cheaper half says that there is one graph, and a right one.
+        # Without a mask, the cheaper forward alone shows that there is a single graph and that it is right.
         whole = torch.compile(compiled, fullgraph=True, backend="eager" if backend == "aot_eager" else backend)
         torch.testing.assert_close(whole(x), eager(x), rtol=1e-10, atol=1e-12)
         for layer in (eager, compiled):
@@ -305,10 +305,10 @@ def test_activation_checkpointing_changes_nothing(name):
     for recompute in (False, True):
         layer = make(name)
         torch.manual_seed(6)
-        # Something that saves a tensor follows, as in a block: the recomputation then runs through the whole layer.
+        # As in a block, an operation that saves a tensor follows, so that the whole layer is recomputed.
         y = checkpoint(lambda x, layer=layer: layer(x).exp(), x, use_reentrant=False) if recompute else layer(x).exp()
         (y.square().sum() + intbmoe.aux_loss(layer)).backward()
-        assert layer.statistics.record is None  # the forward run again in backward leaves nothing behind
+        assert layer.statistics.record is None  # the forward that backward runs again leaves nothing behind
         pending = dict(layer.statistics.pending)
         intbmoe.after_step(layer)
         results.append((grads(layer), pending, state_of(layer)))
@@ -316,7 +316,7 @@ def test_activation_checkpointing_changes_nothing(name):
 
 
 def _train(rank, world, name):
-    """Three steps on this rank's part of a batch; everything that must not depend on the number of ranks."""
+    """Train three steps on this rank's part of a batch; return what must not depend on the number of ranks."""
     layer = make(name, **QUIET.get(name, {}))
     model = DistributedDataParallel(layer) if world > 1 else layer
     optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)

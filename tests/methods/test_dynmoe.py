@@ -23,7 +23,7 @@ def tokens(*shape, seed=1):
 
 
 def reference(layer, x, mask):
-    """Token by token, expert by expert; the straight-through gate is m + (1 − m) with the bracket held fixed."""
+    """Token by token, expert by expert; the straight-through gate is m + (1 − m) with the bracket held constant."""
     tau = layer.config.temperature
     rows, counts = [], []
     for xt, valid in zip(x.reshape(-1, DIM), mask.reshape(-1), strict=True):
@@ -47,7 +47,7 @@ def reference(layer, x, mask):
 
 
 def steps(layer, batches, optimizer=None, accumulation=1):
-    """One optimizer step a batch, cut into ``accumulation`` parts."""
+    """One optimizer step per batch, cut into ``accumulation`` parts."""
     optimizer = optimizer or torch.optim.SGD(layer.parameters(), lr=0.0)
     for batch in batches:
         optimizer.zero_grad()
@@ -160,7 +160,7 @@ def test_the_deepspeed_terms_by_hand():
 
 
 def one_sided(layer, count=12):
-    """Tokens that expert 0 alone takes, of those that are open."""
+    """Tokens that only expert 0 of the open experts takes."""
     x = tokens(1, count, seed=5)
     basis = layer.embeddings.detach()
     coordinates = x @ basis.t()
@@ -230,7 +230,7 @@ def test_a_full_pool_opens_nothing_and_an_idle_one_is_not_emptied():
     stray = -idle.embeddings[:2].detach().sum(0).view(1, 1, DIM)
     steps(idle, [stray])
     assert idle.active.tolist() == [True, True, True, False]
-    steps(idle, [stray[:, :0]])  # a step without a token activates nothing either
+    steps(idle, [stray[:, :0]])  # a step without tokens activates nothing either
     assert idle.active.tolist() == [True, True, True, False]
 
 
@@ -259,7 +259,7 @@ def test_resuming_in_the_middle_of_a_span_changes_nothing():
     before = whole.active.clone()
     steps(whole, batches[4:], optimizer)
     steps(resumed, batches[4:], other)
-    assert not torch.equal(whole.active, before)  # there was something to get wrong
+    assert not torch.equal(whole.active, before)  # so there was something to get wrong
     torch.testing.assert_close(resumed.state_dict(), whole.state_dict(), rtol=0, atol=0)
 
 
@@ -282,11 +282,11 @@ def test_bad_options_are_named():
             make(**{option: value})
 
 
-# Until when the pool changes, how often, and the authors' other gate.
+# How long and how often the pool changes, and the authors' other gate.
 
 
 def starving(layer, count):
-    """The number of open experts after each of ``count`` steps in which expert 0 alone is used."""
+    """The number of open experts after each of ``count`` steps in which only expert 0 is used."""
     batch, found = one_sided(layer), []
     for _ in range(count):
         steps(layer, [batch])
@@ -334,7 +334,7 @@ def test_the_official_cadence_looks_at_the_second_of_three_spans():
     for batch in [both, both, lone, lone, lone, lone]:
         steps(layer, [batch])
         found.append(int(layer.active.sum()))
-    assert found == [2, 2, 2, 1, 1, 1]  # what the first span used does not count
+    assert found == [2, 2, 2, 1, 1, 1]  # use in the first span does not count
     assert layer.steps == 0
     ignored = make(update_every=2, cadence="official", initial_experts=2)
     steps(ignored, [lone, lone, lone, both])
@@ -386,4 +386,4 @@ def test_a_learned_temperature_stops_at_a_hundred_and_keeps_its_moments():
     steps(layer, [one_sided(layer)], optimizer)
     optimizer.state[layer.log_temperature]["exp_avg"].fill_(3.0)
     steps(layer, [-one_sided(layer)], optimizer)
-    assert optimizer.state[layer.log_temperature]["exp_avg"] != 0  # no slot's, so never reset
+    assert optimizer.state[layer.log_temperature]["exp_avg"] != 0  # it belongs to no slot, so it is never reset

@@ -23,7 +23,7 @@ def tokens(*shape, seed=2):
 
 
 def naive(layer, x, mask):
-    """The equations of the file: each expert of each sequence takes its tokens; output and who was taken."""
+    """The equations of the file: each expert of each sequence takes its tokens; output and which tokens were taken."""
     c = layer.config
     y, taken = torch.zeros_like(x), torch.zeros(*mask.shape, c.experts, dtype=torch.bool)
     for b in range(len(x)):
@@ -154,7 +154,7 @@ def test_parameter_counts_are_those_of_the_paper_table():
 
 
 def test_flops_are_those_of_the_filled_places():
-    """408 rows an image through one expert each, and the router: the paper's 1.958 G rest on this."""
+    """408 rows per image through one expert each, plus the router: the paper's 1.958 G follow from this."""
     layer = ExpertChoice(192, 768, experts=17).eval()
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
         layer(torch.randn(1, 196, 192))

@@ -1,4 +1,4 @@
-"""Layers by Triton's kernels against the specification in float64 (``tests/interpreter.py``)."""
+"""Layers run by Triton's kernels against the specification in float64 (``tests/interpreter.py``)."""
 
 import copy
 
@@ -34,7 +34,7 @@ SWITCHES = {
     "no LayerNorm": {"layer_norm": False},
 }
 CASES = [*((s, False) for s in SWITCHES), ("plain", True), ("no gate", True), ("gate LayerNorm", True)]
-if INTERPRETING:  # a second each: several switches in one layer, where they do not exclude each other
+if INTERPRETING:  # each takes a second, so one layer has several switches where they do not exclude each other
     CASES = [("plain", False), ("plain", True), ("no gate, no bias", True), ("gate LayerNorm", True)]
     CASES += [("gate without norm, no LayerNorm", False), ("one block", False), ("no filter, two shared", False)]
     CASES += [("three layers, shared mlp, all blocks", False), ("one layer, linear hypernetwork", False)]
@@ -49,7 +49,7 @@ def outputs_and_gradients(layer, x, mask, probe):
 
 
 TERMS = 2 * TOKENS * 2 * (20 + 13 + DIM)
-"""Of the longest sum: λ's gradient, over all rows and columns. It may come out small, and is still as uncertain."""
+"""Terms of the longest sum: λ's gradient, over all rows and columns. Its rounding error can be larger than the sum."""
 
 
 def agree(found, expected):
@@ -95,7 +95,7 @@ def test_every_switch(device, switches, recompute):
 @on_device
 @pytest.mark.parametrize("switch", ["gate LayerNorm", "gate without norm", "no LayerNorm"])
 def test_forms_without_kernels_leave_rows_of_no_block_alone(device, switch, monkeypatch):
-    """As on a GPU, where nobody asks how many rows masked tokens leave: they stay there, as rows of no block."""
+    """As on a GPU, where the number of masked tokens is not read back: they stay there, as rows without a block."""
     monkeypatch.setattr("intbmoe.parts.dispatch.readable", lambda ids: False)
     layer = make(**SWITCHES[switch])
     exact = copy.deepcopy(layer).double()
@@ -165,7 +165,7 @@ def test_flops_are_those_of_the_plain_backend(device):
 
     counts = {}
     for backend in ("fused", "grouped"):
-        layer = make(shared_hidden=16).to(device)  # others are filled up with zeros, which are multiplied too
+        layer = make(shared_hidden=16).to(device)  # other sizes are padded with zeros, which are multiplied too
         layer.backend = backend
         x = inputs()[0].to(device)
         with FlopCounterMode(display=False) as counter:
@@ -188,7 +188,7 @@ def test_tokens_may_lie_in_memory_as_they_like(device):
 
 @pytest.fixture
 def launches(monkeypatch):
-    """Names of the Triton kernels that were started."""
+    """Names of the Triton kernels that were launched."""
     from triton.runtime.jit import KernelInterface
 
     from intbmoe.ops import launch
@@ -201,7 +201,7 @@ def launches(monkeypatch):
         return plain(kernel, grid)
 
     monkeypatch.setattr(KernelInterface, "__getitem__", recording)
-    monkeypatch.setattr(launch, "_compiled", {})  # known kernels would be started without being asked for by name
+    monkeypatch.setattr(launch, "_compiled", {})  # compiled kernels would be launched without a lookup by name
     return names
 
 

@@ -67,7 +67,7 @@ def test_the_gating_is_the_loop(capacity, renormalize, random):
 
 
 def test_it_is_lingvo_s_with_masks_and_exclusive_sums():
-    """Written from Top2GatingOnLogits (legacy form, policy random): all in one-hot masks, places by cumulative sums."""
+    """Written after Top2GatingOnLogits (legacy form, policy random): one-hot masks, and places by cumulative sums."""
     logits, uniforms, capacity, threshold = logits_of(3), uniforms_of(2, T), 4, 0.5
     gates = logits.softmax(-1)
     mask_1 = F.one_hot(gates.argmax(-1), E).double()
@@ -102,7 +102,7 @@ def test_the_layer_is_the_equation_and_its_loss_counts_first_choices():
     weights = dense(*top2_gating(logits)[:2])
     outputs = layer.experts.batch(x.flatten(0, 1).expand(4, -1, -1)).view(4, 2, 6, -1)
     torch.testing.assert_close(layer(x), torch.einsum("bte,ebtd->btd", weights, outputs), rtol=0, atol=1e-12)
-    # As lingvo's, but over all tokens, where it averages groups.
+    # As lingvo's, but over all tokens, where lingvo averages over groups.
     gates = logits.flatten(0, 1).softmax(-1)
     first = F.one_hot(gates.argmax(-1), 4).double()
     loss = (first.mean(0) * gates.mean(0)).mean() * 4 * 4

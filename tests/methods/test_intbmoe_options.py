@@ -1,4 +1,4 @@
-"""IntBMoE's forms that only the authors' released module has: against vectors, and what else must follow them.
+"""IntBMoE's forms that only the authors' released module has: against stored vectors, and in all other uses.
 
 ``golden/options/released.safetensors`` was made in float64 with a separate transcription of that module, written from
 its source: a small layer for each option, with input, mask, output, parameters under the authors' names, and the
@@ -135,7 +135,7 @@ def test_conditioning_works_in_float32_and_under_autocast():
     exact = layer(x, conditioning=vector().float())
     with torch.autocast("cpu", dtype=torch.bfloat16):
         rounded = layer(x, conditioning=vector().bfloat16().float())
-        assert torch.equal(layer(x, conditioning=vector().bfloat16()), rounded)  # a linear map's output, say
+        assert torch.equal(layer(x, conditioning=vector().bfloat16()), rounded)  # such as the output of a linear map
     assert (rounded - exact).norm() <= 2**-5 * exact.norm()
     with torch.no_grad():
         torch.testing.assert_close(layer(x, conditioning=vector().float()), exact)
@@ -147,7 +147,7 @@ def test_a_precomposed_layer_has_its_conditioning_inside():
     assert torch.equal(composed(x), layer(x, conditioning=vector()))
     served = intbmoe.precompose(nn.Sequential(layer), conditioning=vector())
     assert torch.equal(served(x), composed(x))
-    with pytest.raises(ValueError, match=r"part of a precomposed layer.*precompose for this one"):
+    with pytest.raises(ValueError, match=r"a precomposed layer takes no conditioning.*precompose again"):
         composed(x, conditioning=vector())
     both = intbmoe.precompose(nn.ModuleList([layer, make()]), conditioning=vector())
     assert all(isinstance(part, ComposedMoE) for part in both)
@@ -204,7 +204,7 @@ def test_compiled_code_runs_what_leaves_the_blocks_as_they_are(options):
 
 @pytest.mark.parametrize("options", [{}, {"gate_norm": "layer"}, {"gate_norm": "none"}, {"layer_norm": False}])
 def test_an_exports_check_of_single_blocks_runs_the_blocks_as_they_are(options):
-    """The compiled code would take other blocks for the paper's, and a half-precision copy for a wrong one."""
+    """The compiled code would treat these blocks as the paper's, and the check would reject a half-precision copy."""
     layer = make(hidden=64, **options).float().eval()
     error = LayerError("layer", layer)
     with torch.no_grad():

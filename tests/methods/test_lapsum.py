@@ -1,4 +1,4 @@
-"""LapSum's soft top-k: what defines it, its derivatives, and the layer."""
+"""LapSum's soft top-k: its definition, its derivatives, and the layer."""
 
 import pytest
 import torch

@@ -26,7 +26,7 @@ def tokens(*shape):
 
 
 def masks():
-    """Scattered, left-padded past the first segment, with a hole of one whole segment, and empty."""
+    """Masks that are scattered, left-padded past the first segment, missing one whole segment, and empty."""
     mask = torch.ones(5, 14, dtype=torch.bool)
     mask[0, [2, 5, 6]] = False
     mask[1, :6] = False
@@ -188,7 +188,7 @@ def test_bad_options():
         intbmoe.create("lory", DIM, HIDDEN, first_segment="own")
 
 
-# A segment that holds everything, and generation by the prompt.
+# A segment longer than the input, and generation routed by the prompt.
 
 
 def test_a_segment_that_swallows_the_input_is_told_in_training():
@@ -215,7 +215,7 @@ def test_the_budget_gives_short_inputs_segments_that_route():
 
 
 def test_a_trained_layer_keeps_the_segment_it_was_trained_with():
-    """Runs of earlier versions kept a segment that swallowed the input; only the state tells them apart."""
+    """Runs of earlier versions kept a segment longer than the input; only the state shows which ones they are."""
     old, x = make(segment=16), tokens(2, 4)
     new = make(segment=16, tokens=4)
     new.load_state_dict(old.state_dict())

@@ -110,7 +110,7 @@ def test_resuming_in_the_middle_of_a_window_changes_nothing():
     other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     trained(whole, optimizer, batches[5:])
     trained(resumed, other, batches[5:])
-    assert not torch.equal(whole.active, before)  # there was something to get wrong
+    assert not torch.equal(whole.active, before)  # so there was something to get wrong
     torch.testing.assert_close(resumed.state_dict(), whole.state_dict(), rtol=0, atol=0)
 
 
@@ -120,7 +120,7 @@ def test_one_sample_a_step_under_accumulation():
     trained(whole, torch.optim.SGD(whole.parameters(), lr=0.05), batches)
     trained(parts, torch.optim.SGD(parts.parameters(), lr=0.05), batches, accumulation=2)
     assert whole.steps == parts.steps == 10
-    assert int(whole.active.sum()) > whole.config.start  # there were decisions to agree on
+    assert int(whole.active.sum()) > whole.config.start  # so there were decisions to agree on
     torch.testing.assert_close(parts.state_dict(), whole.state_dict(), rtol=1e-9, atol=1e-12)
 
 

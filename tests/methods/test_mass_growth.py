@@ -13,7 +13,7 @@ from small_methods import expert
 
 
 def drift_steps(series, window, warmup, significance):
-    """At which steps a single expert with these norms drifts, by lists and the standard library."""
+    """The steps at which a single expert with these norms drifts, computed with lists and the standard library."""
     norms, scores, found = deque(maxlen=window), deque(maxlen=window), []
     for step, norm in enumerate(series, 1):
         norms.append(norm)
@@ -86,7 +86,7 @@ def test_expansion_copies_shares_gradients_out_and_forgets_moments(kind):
     seen = {}
 
     class Spy(torch.optim.SGD):
-        """Sees the gradients as the optimizer does, and holds the other optimizer's memory."""
+        """Sees the gradients as the optimizer does, and keeps the other optimizer's state."""
 
         def step(self):
             seen.update({name: p.grad.clone() for name, p in layer.named_parameters()})
@@ -194,12 +194,12 @@ def test_a_useful_expert_stays_and_the_pool_grows():
     layer = growing()
     losses = Losses(layer, gain=0.1)
     scripted(layer, UP, reevaluate=losses)
-    assert losses.calls == []  # nothing was added yet that could be tested
+    assert losses.calls == []  # no expert has been added yet that could be tested
     torch.manual_seed(11)
     state = torch.get_rng_state()
     drift_again(layer, losses)
     assert losses.calls == [3, 2]
-    assert torch.equal(torch.get_rng_state(), state)  # the check draws its random numbers elsewhere
+    assert torch.equal(torch.get_rng_state(), state)  # the check uses another random generator
     assert layer.active.tolist() == [True] * 4
     assert layer.source.tolist() == [-1, -1, 1, 0]
     assert layer.patience == 3

@@ -1,4 +1,4 @@
-"""μMoE: the factored layers against the experts they stand for, the gate, and the start."""
+"""μMoE: the factored layers against the experts they represent, the gate, and the initial values."""
 
 import math
 
@@ -19,7 +19,7 @@ def make(form, **options):
     if form == "mumoe_cp_own":
         options["share_expert_factor"] = False
     layer = intbmoe.create(form.removesuffix("_own"), D, H, **options).double()
-    torch.nn.init.normal_(layer.gate)  # it starts at zero, where all gates are alike
+    torch.nn.init.normal_(layer.gate)  # it starts at zero, where all gates are equal
     return layer
 
 
@@ -234,7 +234,7 @@ def test_running_means_move_once_a_step_whatever_the_accumulation():
         for piece in pieces:
             layer(piece)
             intbmoe.aux_loss(layer)
-        assert (layer.gate_mean == 0).all()  # a forward moves nothing
+        assert (layer.gate_mean == 0).all()  # a forward does not change it
         intbmoe.after_step(layer)
     assert (whole.gate_mean != 0).all()
     torch.testing.assert_close(parts.state_dict(), whole.state_dict())

@@ -1,4 +1,4 @@
-"""Methods that the paper names without measuring them, against their equations, token by token in float64."""
+"""Methods that the paper names but does not measure, against their equations, token by token in float64."""
 
 import itertools
 

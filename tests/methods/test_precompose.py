@@ -1,4 +1,4 @@
-"""Precomposition: another type, the same outputs, no trace of E, exportable."""
+"""Precomposition: another type with the same outputs, independent of E, exportable."""
 
 import io
 
@@ -142,10 +142,10 @@ def assert_exports(composed, masked):
 
 
 SAME_BLOCKS = ("softmax", "linear_hypernetwork", "one_expert", "fixed_scale", "all_blocks")
-"""Once composed, their blocks are the default's, with other numbers in them."""
+"""Once composed, their blocks differ from the default's only in their numbers."""
 
 
-# Several in one layer, where they do not exclude each other: an export takes a second.
+# Several switches in one layer, where they do not exclude each other, because an export takes a second.
 EXPORTED = ["default", "no_gate no_bias no_shared no_filter one_layer", "gate_layer_norm shared_mlp"]
 EXPORTED += ["three_layers three_shared one_block", "no_layer_norm gate_without_norm shared_linear"]
 SEPARATELY = ["everything_off", "one_layer no_shared", "three_layers shared_mlp", "no_gate no_bias"]
@@ -164,7 +164,7 @@ def test_exports_with_any_number_of_tokens_and_any_routing(names):
 
 
 def test_exports_without_a_mask_and_survives_saving(tmp_path):
-    """The switches do not see the mask, which decides the order of the rows alone."""
+    """The mask affects only the order of the rows, so it is not tried with every switch."""
     composed = make().float().eval().precompose()
     torch.export.save(assert_exports(composed, masked=False), tmp_path / "layer.pt2")
     x = tokens(2, 9).float()
@@ -218,13 +218,13 @@ def test_wrapped_models_are_unwrapped():
 
 
 def _precompose_sharded(rank, world):
-    """What is refused, and what the message says to do instead: sharded outputs, gathered and precomposed ones."""
+    """Try what is refused, and what the message says to do instead: outputs when sharded, gathered and precomposed."""
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
     def build():
-        torch.manual_seed(rank)  # only what is gathered makes the copies equal
+        torch.manual_seed(rank)  # so the copies become equal only by gathering
         return nn.Sequential(nn.Linear(8, 8).double(), make()).eval()
 
     model, mesh = build(), init_device_mesh("cpu", (world,))
@@ -243,7 +243,7 @@ def _precompose_sharded(rank, world):
     x = tokens(2, 5)
     state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
     whole = None
-    if rank == 0:  # the others get an empty state
+    if rank == 0:  # the other ranks get an empty state
         whole = build()
         whole.load_state_dict(state)
         whole = intbmoe.precompose(whole)(x)

@@ -146,7 +146,7 @@ ONES = torch.ones(2, 3, DIM, dtype=torch.float64)
 
 @pytest.mark.parametrize(("active", "rate"), [(3, 1.2), (0, 1 / 1.2), (1, 1 / 1.2)], ids=["denser", "sparser", "equal"])
 def test_strength_grows_while_too_dense_and_shrinks_otherwise(active, rate):
-    """The case of equality divides, as in the authors' code."""
+    """In case of equality it shrinks, as in the authors' code."""
     values = run_steps(always(active), ONES, 5)
     torch.testing.assert_close(values, [1e-8 * rate**n for n in range(1, 6)], rtol=1e-6, atol=0)
 
@@ -168,7 +168,7 @@ def test_all_layers_of_a_model_share_one_strength_steered_by_their_mean():
 
 
 def test_micro_batches_count_by_their_tokens_and_padding_does_not():
-    """5 tokens with all 4 experts, 30 with none: 20/35 < 1 an average token, though 2 an average micro-batch."""
+    """5 tokens with all 4 experts, 30 with none: 20/35 < 1 per token on average, though 2 per micro-batch."""
     layer = always(4)
     for x, valid in ((ONES[:1].repeat(1, 3, 1), 5), (-ONES[:1].repeat(1, 20, 1), 30)):
         layer(x, (torch.arange(x.shape[1]) < valid).unsqueeze(0))
@@ -198,11 +198,11 @@ def test_strength_never_reaches_zero_or_infinity():
 
 
 def test_the_controller_holds_the_target():
-    """From half of 8 experts active to about the one that is asked for, and it stays there."""
+    """Starting with half of 8 experts active, it reaches about the target of one and stays there."""
     layer = make(experts=8, router_std=0.3, sparsity_strength=1e-2, sparsity_rate=1.05)
     optimizer = torch.optim.Adam(layer.parameters(), lr=3e-3)
     x = torch.randn(4, 16, DIM, dtype=torch.float64)
-    x[..., 0] = 1  # the router has no bias: without a mean in x, half of the scores are positive whatever it does
+    x[..., 0] = 1  # the router has no bias: without a mean in x, half of the scores are always positive
     run_steps(layer, x, 150, optimizer)
     intbmoe.load_statistics(layer)
     run_steps(layer, x, 50, optimizer)

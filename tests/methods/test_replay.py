@@ -1,6 +1,6 @@
-"""A forward replayed from a CUDA graph gives what the layer gives; whoever looks in between still does.
+"""A forward replayed from a CUDA graph gives what the layer gives; hooks and other observers still see every call.
 
-Without a GPU a graph is the function it was recorded from, so that all around it can be tested.
+Without a GPU, a graph is the recorded function itself, so that the code around it can be tested.
 """
 
 import pytest
@@ -17,7 +17,7 @@ DIM = 16
 
 @pytest.fixture
 def runs(monkeypatch):
-    """How often a graph has run; on the CPU, too."""
+    """One entry for each run of a graph, also on the CPU."""
     replay._found.clear()
     monkeypatch.setattr(replay, "enabled", True)
     counted, run = [], replay._Graph.run
@@ -56,9 +56,9 @@ def test_the_same_as_without(device, runs, form, autocast):
             x, mask = draw(device), torch.rand(2, 3, device=device) > 0.3
             assert torch.equal(layer(x), plain(layer, x))
             assert torch.equal(layer(x.mT.contiguous().mT, mask), plain(layer, x, mask))
-            assert len(runs) == 2 * count  # from the second time that a shape comes
+            assert len(runs) == 2 * count  # from the second call with a shape on
         before = layer(x)
-        layer.router.scores.weight.mul_(-3)  # as a step of training would
+        layer.router.scores.weight.mul_(-3)  # as a training step would
         assert torch.equal(layer(x), plain(layer, x))
         assert not torch.equal(layer(x), before)
 
@@ -72,7 +72,7 @@ def test_outputs_belong_to_the_caller(device, runs):
         kept = y.clone()
         layer(second)
         assert torch.equal(y, kept)
-    with torch.no_grad():  # what was recorded in inference mode serves here as well
+    with torch.no_grad():  # a graph recorded in inference mode is used here too
         assert torch.equal(layer(first), kept)
     assert len(runs) == 3
 
@@ -115,7 +115,7 @@ def test_moved_parameters_are_another_graph(device, runs):
     layer, x = make(device), draw(device)
     with torch.no_grad():
         layer(x), layer(x)
-        kept = layer.codebook.data  # so that its memory is not given to the new one
+        kept = layer.codebook.data  # so that the new one does not get its memory
         layer.codebook.data = -kept
         assert torch.equal(layer(x), plain(layer, x))
         assert len(runs) == 1

@@ -118,7 +118,7 @@ def test_expert_dropout_drops_entries_alone_and_renormalises(name):
     a = layer._coefficients(tokens(20_000))
     torch.testing.assert_close(a.sum(-1), torch.ones(20_000).double())
     kept = (a > 1e-6).sum(-1)
-    # Without any expert kept, what is added before renormalising makes the weights uniform.
+    # If no expert is kept, the constant added before renormalising makes the weights uniform.
     full = (a - 1 / E).abs().amax(-1) < 1e-12
     assert full.double().mean().item() == pytest.approx(0.7**3 + 0.3**3, abs=0.015)
     assert (kept == 2).double().mean().item() == pytest.approx(3 * 0.7**2 * 0.3, abs=0.015)

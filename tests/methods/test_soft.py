@@ -23,7 +23,7 @@ def tokens(*shape):
 
 
 def masks():
-    """Scattered, left-padded, complete, and empty."""
+    """Masks that are scattered, left-padded, complete, and empty."""
     mask = torch.ones(4, 7, dtype=torch.bool)
     mask[0, [2, 5]] = False
     mask[1, :3] = False
@@ -140,7 +140,7 @@ def test_running_sums_hold_in_float32_for_large_scales(scale):
     common = tokens()
     layer.phi.data.mul_(0.1).add_(common)
     x = tokens(2, 9)
-    x[:, 0] = -scale * common  # no expert wants the first token, yet it alone fills all their slots
+    x[:, 0] = -scale * common  # no expert prefers the first token, yet it alone fills all slots
     exact = layer(x)
     torch.testing.assert_close(layer.float()(x.float()).double(), exact, rtol=1e-3, atol=1e-3)
 
@@ -177,7 +177,7 @@ def test_bad_options():
 
 
 def test_a_trained_model_brings_its_number_of_slots():
-    """Runs of earlier versions have other slots than the budget gives now."""
+    """Runs of earlier versions have another number of slots than the budget gives now."""
     old = intbmoe.create("soft", 8, 6, experts=3, slots=2).double().eval()
     new = intbmoe.create("soft", 8, 6, experts=3, slots=4).double().eval()
     new.load_state_dict(old.state_dict())

@@ -1,4 +1,4 @@
-"""Derivatives by torch.func and dual numbers: of every method as finite differences and autograd say."""
+"""Derivatives by torch.func and dual numbers agree with finite differences and autograd for every method."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ def batch(dtype):
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
 @pytest.mark.parametrize("frozen", [False, True])
 def test_tangents_agree_with_finite_differences(name, dtype, frozen):
-    """A custom operation without a forward formula would drop them in silence; float32 runs other ones than float64."""
+    """A custom op without a forward formula would silently drop tangents; float32 and float64 run different ops."""
     layer, (x, t, mask) = make(name, dtype).eval().requires_grad_(not frozen), batch(dtype)
     exact, step = make(name, torch.float64).eval(), 1e-6
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""Types and devices that a layer meets: torch's defaults, parts kept wide, parameters that must not be touched."""
+"""Types and devices: torch's defaults, parts kept in the wide type, parameters that must not be touched."""
 
 import copy
 
@@ -17,7 +17,7 @@ from thinned import thinned
 @pytest.mark.parametrize("gradients", [False, True])
 @dtypes
 def test_the_default_device_says_nothing_about_the_tensors(name, gradients, dtype):
-    """What a layer makes on the way lies where its input does; the compiled library would write to another address."""
+    """Intermediate tensors are on the input's device; otherwise the compiled library would write to a wrong address."""
     layer, x, mask = make(name, dtype).eval(), tokens(2, 4, dtype=dtype), random_mask(2, 4)
     with torch.set_grad_enabled(gradients):
         expected = layer(x, mask)
@@ -58,9 +58,9 @@ class _Untouched(TorchDispatchMode):
 
 @pytest.mark.parametrize("layer", [*METHODS, "composed"])
 def test_parameters_are_counted_without_touching_them(layer, monkeypatch):
-    """Under FSDP2 an operation on a sharded parameter waits for all ranks, and one alone would wait forever."""
+    """Under FSDP2 an operation on a sharded parameter waits for all ranks, so a single rank would wait forever."""
     layer = make_intbmoe().precompose() if layer == "composed" else make(layer)
-    if "mean_choices" in dict(layer.named_buffers()):  # a number that no rank shares out
+    if "mean_choices" in dict(layer.named_buffers()):  # a number that is not sharded
         monkeypatch.setattr(type(layer), "executed", 2.0)
     with _Untouched():
         assert layer.active_parameters() > 0
@@ -71,7 +71,7 @@ def test_a_half_precision_copy_for_serving_keeps_what_decides(name):
     layer = make(name, torch.float32).eval()
     for buffer in layer.buffers():
         if buffer.is_floating_point():
-            buffer.add_(0.001)  # as steps do; lost in bfloat16
+            buffer.add_(0.001)  # as steps do; bfloat16 would lose it
     served = cast_model(copy.deepcopy(layer), torch.bfloat16, precompose=False)
     kept = {id(tensor) for tensor in served.kept_wide()}
     for (key, tensor), before in zip(
@@ -96,7 +96,7 @@ def test_what_is_no_floating_point_number_is_refused_under_autocast_too():
         layer(torch.ones(2, 1, 8), [[True], [True]])
 
 
-# How tokens choose, test_contract.py traces for every one of these; their experts run as those of the others do.
+# test_contract.py traces how tokens choose in each of these; their experts run like those of other methods.
 CHOOSE_OTHERWISE = ("mass", "remoe", "vmoe")
 
 

@@ -28,7 +28,7 @@ def variation(values):
 
 
 def naive(layer, x, mask, noise):
-    """The equations of the file, token by token, for one draw of standard normal noise: output, the two losses."""
+    """The equations of the file, token by token, for one draw of standard normal noise: output and the two losses."""
     c = layer.config
     y = torch.zeros_like(x)
     importance, load = [0.0] * c.experts, [0.0] * c.experts
@@ -125,12 +125,12 @@ def _losses(rank, world):
 
 
 def test_losses_with_noise_are_global(monkeypatch):
-    monkeypatch.setattr(torch, "randn_like", torch.randn_like)  # put it back afterwards
+    monkeypatch.setattr(torch, "randn_like", torch.randn_like)  # restores it afterwards
     loss, grad = _losses(0, 1)
     ranks = run_ranks(2, _losses)
     for rank_loss, _ in ranks:
         torch.testing.assert_close(rank_loss, loss)
-    torch.testing.assert_close((ranks[0][1] + ranks[1][1]) / 2, grad)  # what data parallelism makes of them
+    torch.testing.assert_close((ranks[0][1] + ranks[1][1]) / 2, grad)  # as data parallelism averages them
 
 
 def routed(layer, x, mask=None):
@@ -140,7 +140,7 @@ def routed(layer, x, mask=None):
 
 
 def place(wanted, capacity, priority):
-    """Who gets a place at one sequence: rank by rank, tokens in order of priority; a plain loop."""
+    """Who gets a place in one sequence, by a plain loop: choice by choice, with tokens in order of priority."""
     places, kept = {}, torch.full_like(wanted, -1)
     order = sorted(range(len(wanted)), key=lambda t: (-priority[t].item(), t))
     for rank in range(wanted.shape[1]):
@@ -198,7 +198,7 @@ def test_a_padded_sequence_has_the_capacity_it_has_alone():
 
 
 def test_with_a_capacity_the_layer_is_not_causal():
-    """How much an expert takes depends on how many tokens follow, so even first choices in order are not causal."""
+    """An expert's capacity depends on how many tokens follow, so even first choices in order are not causal."""
     assert make().config.noncausal_reason() is None
     layer = make(top_k=1, eval_capacity_factor=0.5, capacity_multiple=1).eval()
     assert "capacity depends" in layer.config.noncausal_reason()

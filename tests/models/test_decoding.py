@@ -1,4 +1,4 @@
-"""Decoding with a cache gives what the whole sequence gives, for every causal method; prompts, sampling, stopping."""
+"""Decoding with a cache gives the same as the whole sequence, for every causal method; prompts, sampling, stopping."""
 
 import copy
 from functools import cache
@@ -20,7 +20,7 @@ SIZES = LlamaConfig(vocabulary=VOCABULARY, dim=12, depth=2, heads=3, hidden=20, 
 TINY = {
     "intbmoe": {"experts": 3, "blocks": 4, "top_k": 2, "code_dim": 3, "router_dim": 5, "hyper_dim": 4},
     "lory": {"segment": 3},
-    "ple": {"levels": 1},  # weights are enlarged below: on two levels bfloat16 would have nothing left
+    "ple": {"levels": 1},  # weights are enlarged below: with two levels, bfloat16 would be too coarse
 }
 OWN, PRECOMPOSED = "Llama's own", "intbmoe precomposed"
 CAUSAL = [name for name in intbmoe.list_methods() if find_method(name).noncausal_reason() is None]
@@ -34,14 +34,14 @@ def make(name):
     make_ffn = None if name == OWN else lambda: intbmoe.create(name, 12, 8, **TINY.get(name, {}))
     model = Llama(SIZES, make_ffn).double().eval()
     with torch.no_grad():
-        for layer in model.layers:  # so that what the FFN does decides which token comes next
+        for layer in model.layers:  # so that the FFN decides which token comes next
             for parameter in layer.mlp.parameters():
                 parameter.mul_(4 if parameter.dim() > 1 else 1)
     return model
 
 
 shared = cache(make)
-"""Models that tests only read."""
+"""Models that tests do not change."""
 
 
 def ids(batch=2, tokens=9, seed=2):
@@ -59,7 +59,7 @@ def left_padded(lengths, seed=2):
 
 @torch.no_grad()
 def uncached_greedy(model, tokens, steps):
-    """New ids and the logits they were chosen by, reading the whole sequence for each."""
+    """New ids and the logits they were chosen from, reading the whole sequence for each."""
     chosen, logits = tokens, []
     for _ in range(steps):
         logits.append(model(chosen)[:, -1])
@@ -97,7 +97,7 @@ def cut_sequences(draw):
 @settings(max_examples=60)
 @given(name=st.sampled_from(MODELS), sequence=cut_sequences())
 def test_reading_in_pieces_is_reading_at_once(name, sequence):
-    """Also where padding stands anywhere, and where only some of the pieces come with a mask."""
+    """Also with padding anywhere, and if only some of the pieces have a mask."""
     model, (tokens, mask, pieces, padded) = shared(name), sequence
     memory = model.new_cache(*tokens.shape)
     logits, valid = [], []
@@ -217,13 +217,13 @@ def test_choices_so_narrow_that_they_are_greedy():
     top_p=st.none() | st.floats(0.05, 1),
 )
 def test_draws_follow_the_distribution(logits, temperature, top_k, top_p):
-    """Against the definition in words, id by id: frequencies within five standard deviations."""
+    """Against the definition, id by id: frequencies within five standard deviations."""
     draws, logits = 4000, torch.tensor(logits)
     kept = sorted(range(len(logits)), key=lambda i: (-logits[i].item(), i))[:top_k]
     weights = torch.tensor([logits[i] for i in kept], dtype=torch.float64).div(temperature).softmax(0).tolist()
     sums = [sum(weights[:n]) for n in range(1, len(kept) + 1)]
     if top_p is not None:
-        assume(all(abs(mass - top_p) > 1e-5 for mass in sums))  # there float32 may round either way
+        assume(all(abs(mass - top_p) > 1e-5 for mass in sums))  # nearer than that, float32 may round either way
         reached = next((n for n, mass in enumerate(sums, 1) if mass >= top_p), len(kept))
         weights = [weight / sums[reached - 1] for weight in weights[:reached]]
     expected = dict(zip(kept, weights, strict=False))
@@ -254,7 +254,7 @@ def test_bfloat16_runs(name):
         assert model.generate(tokens, mask, max_new_tokens=6).shape == (2, 6)
         near = model(tokens, mask, memory)
     torch.testing.assert_close(near.float()[mask], model(tokens, mask)[mask], rtol=0.2, atol=0.5)
-    assert model(tokens[:, :1], cache=memory).isfinite().all()  # a cache outlives the autocast it was made under
+    assert model(tokens[:, :1], cache=memory).isfinite().all()  # a cache outlives the autocast that it was created in
     half = intbmoe.precompose(make("intbmoe").float(), torch.bfloat16) if name == PRECOMPOSED else model.bfloat16()
     memory = half.new_cache(2, 9)
     assert memory.layers[0].keys.dtype == torch.bfloat16
@@ -273,7 +273,7 @@ def test_a_gpu_continues_as_the_cpu_does(name):
 
 @torch.no_grad()
 def test_lory_composes_once_for_a_request_where_that_is_asked_for():
-    """Each layer's expert is chosen by the mean of what the prompt was there, and stays for the whole continuation."""
+    """Each layer's expert is chosen by the mean of the prompt's inputs to it, and stays for the whole continuation."""
     torch.manual_seed(1)
     model = Llama(SIZES, lambda: intbmoe.create("lory", 12, 8, segment=3, generation="prompt")).double().eval()
     (tokens, mask, alone), composed = left_padded([9, 4]), []
@@ -299,7 +299,7 @@ def test_lory_composes_once_for_a_request_where_that_is_asked_for():
     assert not torch.equal(by_segment.generate(tokens, max_new_tokens=20), model.generate(tokens, max_new_tokens=20))
 
 
-# What the model keeps to itself.
+# What decoding leaves unchanged.
 
 
 def test_decoding_leaves_no_trace_on_the_model():

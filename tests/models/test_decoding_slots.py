@@ -1,4 +1,4 @@
-"""Decoding in slots gives what decoding in a cache gives, for every causal method; texts join, leave and move."""
+"""Decoding in slots gives the same as decoding with a cache, for every causal method; texts join, leave and move."""
 
 import copy
 from itertools import product
@@ -22,13 +22,13 @@ needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CU
 
 @pytest.fixture(autouse=True)
 def short_chunks(monkeypatch):
-    """Prompts of a few tokens are then read in several parts, and those of three texts or more apart."""
+    """Read even short prompts in several parts, and prompts of three or more texts separately."""
     monkeypatch.setattr(slots_of, "CHUNKS", (2, 4))
     monkeypatch.setattr(slots_of, "READERS", (1, 2))
 
 
 def both_ways(model, tokens, mask=None, device="cpu", **options):
-    """What is generated without slots and in slots, with the same random numbers; the model keeps its slots."""
+    """Texts generated without slots and in slots, with the same random numbers; the model keeps its slots."""
     found = []
     for capture in (False, True):
         if "temperature" in options:
@@ -51,7 +51,7 @@ def test_which_models_have_slots():
 WAYS = ({}, {"temperature": 2.0}, {"temperature": 3.0, "top_k": 9, "top_p": 0.9})
 
 
-# What is drawn from the scores does not see the method that made them.
+# Sampling from the scores does not depend on the method that made them.
 @pytest.mark.parametrize(
     ("name", "options"),
     thinned(product(TOKENWISE, WAYS), lambda name, options: not options or name in ("switch", "intbmoe")),
@@ -72,7 +72,7 @@ def test_slots_give_the_same_tokens_in_float32(name):
 
 
 def test_an_ended_text_between_others_needs_no_limits():
-    """Its row of the table is empty: there is no likeliest token to choose among."""
+    """Its row of the table is empty: there are no most likely tokens to choose from."""
     model, tokens = make("switch"), ids(3)
     options = {"temperature": 3.0, "top_k": 5}
     [free, _] = both_ways(model, tokens, max_new_tokens=9, **options)
@@ -91,7 +91,7 @@ def test_an_ended_text_between_others_needs_no_limits():
     stop=st.none() | st.integers(0, 30),
 )
 def test_any_prompts(name, lengths, new, seed, stop):
-    """One token, several chunks, the end of a text in the middle; slots kept from a call before hold others' keys."""
+    """One token, several chunks, the end of a text in the middle; slots kept from an earlier call hold other keys."""
     tokens, mask, _ = left_padded(lengths, seed)
     expected, found = both_ways(shared(name), tokens, mask, max_new_tokens=new, stop=stop)
     assert torch.equal(found, expected)
@@ -108,7 +108,7 @@ def test_a_text_that_has_ended_is_not_read_on():
 
 @pytest.mark.parametrize("name", ["intbmoe", "switch"])
 def test_texts_join_leave_and_move(name):
-    """Texts at different places, one in a slot that another has left, one that moves: each as if it were alone."""
+    """Texts at different positions, one in a slot that another left, one that moves: each is as if it were alone."""
     model = shared(name)
     prompts = [row[: 3 + 2 * number].tolist() for number, row in enumerate(ids(3, 9))]
     alone = [model.generate(torch.tensor([prompt]), max_new_tokens=8)[0].tolist() for prompt in prompts]
@@ -143,7 +143,7 @@ def test_the_score_is_the_log_probability():
 
 
 def test_padding_reaches_no_mixture():
-    """Of two texts one has ended, and of two prompts one is shorter: only tokens that are there are counted."""
+    """One of two texts has ended, and one of two prompts is shorter: only real tokens are counted."""
     model, counted = make("switch"), []
     with intbmoe.record_routing(model) as log:
         slots = Slots(model, 2, 16)
@@ -215,7 +215,7 @@ def test_a_step_never_waits_for_the_device_and_counts_its_tokens(name):
             slots.step([text.after(one.token) for text, one in zip(texts, found, strict=True)])
         assert all(one.ids is None or len(one.ids[(one.ids >= 0).any(1)]) <= 3 for one in log.values())
     graphs = list(slots.graphs.values())
-    slots.input.device.zero_()  # no text in any of their tables
+    slots.input.device.zero_()  # none of their tables has a text
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:

@@ -1,4 +1,4 @@
-"""Multi-hash embeddings: fixed rows, few collisions, zero for what is missing."""
+"""Multi-hash embeddings: fixed rows, few collisions, zero for missing ids."""
 
 import pytest
 import torch
@@ -41,7 +41,7 @@ def test_rows_are_exact_integer_arithmetic(ids, rows):
 
 
 def test_rows_never_change():
-    """Written down once: a trained table is of no use to another hash function, process, device or version."""
+    """Rows are fixed for good: with another hash function, a trained table would be useless."""
     found = MultiHashEmbedding(1000, 2, 3).places(torch.tensor([1, 12_345, 7_291_872])).tolist()
     assert found == [[1, 1741, 2159], [345, 1547, 2509], [872, 1874, 2553]]
 
@@ -53,20 +53,20 @@ def test_int32_ids_do_not_overflow():
 
 
 def test_ids_that_fit_have_a_row_of_their_own():
-    """As in a plain embedding, without knowing how many there are."""
+    """As in a plain embedding, without knowing the number of ids."""
     rows = MultiHashEmbedding(100, 2, 2).places(torch.arange(1, 101))
     assert len(rows[:, 0].unique()) == 100
 
 
 def test_seven_million_places_share_rows_but_hardly_any_two_share_all():
-    """A tenth of both, with as many places to a row."""
+    """At a tenth of the places and rows, so with as many places per row."""
     table = MultiHashEmbedding(26_214, 1, 2)
     places = 730_000
     rows = table.places(torch.arange(1, places + 1))
     load = torch.bincount(rows[:, 1] - table.rows, minlength=table.rows).double()
     mean = places / table.rows
     assert load.mean() == pytest.approx(mean)
-    assert load.max() < 2 * mean + 12 * mean**0.5  # no row is everybody's
+    assert load.max() < 2 * mean + 12 * mean**0.5  # no row is shared by too many
     pairs = rows[:, 0] * table.rows + rows[:, 1] - table.rows
     same = places - len(pairs.unique())
     assert same < 0.002 * places
@@ -86,7 +86,7 @@ def test_bad_sizes_are_named():
 
 
 def test_concatenated_rows_are_the_remainders_laid_end_to_end():
-    """Against the plain way: one table for each prime, indexed by the remainder."""
+    """Against the plain version: one table for each prime, indexed by the remainder."""
     table = ConcatenatedHashEmbedding((5, 7, 11), 6, std=0.001)
     parts = table.tables[:-1].split([5, 7, 11])
     for number in (1, 5, 35, 12_345, 7_291_872):

@@ -94,7 +94,7 @@ def test_the_papers_sizes():
         backbone = {"experts": 8, "expert": "swiglu", "intbmoe_hidden": 2844}
         options = match_budget("intbmoe", 768, 2048, **backbone)
         model = Llama(LlamaConfig(), lambda: intbmoe.create("intbmoe", 768, **options))
-    # Less a LayerNorm a layer that the released module holds and never uses.
+    # Without one LayerNorm per layer, which the released module has but never uses.
     assert count(model) == 793_756_746 - 18 * 2 * 768
 
 
@@ -132,7 +132,7 @@ def test_no_token_sees_a_later_one(method):
 @pytest.mark.parametrize("method", [None, *CAUSAL])
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_padding_changes_no_valid_output(method, side):
-    """Tokens on the left are Lory's segments: there the padding is as long as one."""
+    """Padding on the left is as long as one of Lory's segments, which are counted by position."""
     model = small(method)
     tokens, padding = ids(tokens=20), ids(tokens=16, seed=7)
     valid, never = torch.ones(2, 20, dtype=torch.bool), torch.zeros(2, 16, dtype=torch.bool)
@@ -189,7 +189,7 @@ def test_bfloat16_autocast():
     torch.testing.assert_close(logits.float(), model(ids()), rtol=0.1, atol=0.02)
 
 
-# tests/methods compiles every layer; here it is the model around them.
+# tests/methods compiles every layer; this compiles the model around them.
 @pytest.mark.parametrize(
     ("method", "backend"),
     [

@@ -14,7 +14,7 @@ PAD = 0
 
 
 class ExactRotation(nn.Module):
-    """Their rotary embedding in the type of ``x``; their own computes angles in float32 whatever the model's type."""
+    """Their rotary embedding in the type of ``x``; the original uses float32 angles whatever the model's type."""
 
     def forward(self, x, position_ids):
         pairs = torch.arange(0, CONFIG.head_dim, 2, dtype=x.dtype) / CONFIG.head_dim
@@ -23,7 +23,7 @@ class ExactRotation(nn.Module):
 
 
 class ExactNorm(nn.Module):
-    """Their RMSNorm in the type of ``x``; their own computes in float32 whatever the model's type."""
+    """Their RMSNorm in the type of ``x``; the original computes in float32 whatever the model's type."""
 
     def __init__(self, norm):
         super().__init__()
@@ -34,7 +34,7 @@ class ExactNorm(nn.Module):
 
 
 def exact(theirs):
-    """Their model with its two float32 islands in float64, so that a difference in rounding hides no other."""
+    """Their model with its two float32 parts in float64, so that rounding hides no other difference."""
     theirs.model.rotary_emb = ExactRotation()
     for name, module in list(theirs.named_modules()):
         if type(module).__name__ == "LlamaRMSNorm":
@@ -47,7 +47,7 @@ def exact(theirs):
 def models():
     """Ours and theirs, with the same random weights, in float64."""
     with contextlib.suppress(ModuleNotFoundError):
-        import_torchvision()  # transformers imports it where it is installed, and fails where that fails
+        import_torchvision()  # transformers imports it if it is installed, and fails if that fails
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")
     config = transformers.LlamaConfig(
         vocab_size=CONFIG.vocabulary,
@@ -65,7 +65,7 @@ def models():
     torch.manual_seed(3)
     theirs = transformers.LlamaForCausalLM(config).double().eval()
     with torch.no_grad():
-        for parameter in theirs.parameters():  # larger than they start, so that every part of the model matters
+        for parameter in theirs.parameters():  # larger than at initialisation, so that every part of the model matters
             parameter.copy_(torch.randn_like(parameter) * (1 if parameter.dim() == 1 else 0.3))
     ours = Llama(CONFIG).double().eval()
     ours.load_state_dict(theirs.model.state_dict())
@@ -106,7 +106,7 @@ def test_greedy_generation_is_theirs(models, lengths):
     ids, mask = left_padding(prompts(), lengths)
     expected = theirs.generate(ids, attention_mask=mask.long(), max_new_tokens=30, do_sample=False)[:, 12:]
     assert torch.equal(ours.generate(ids, mask, max_new_tokens=30), expected)
-    assert len(expected.unique()) > 5  # no model stuck on one token
+    assert len(expected.unique()) > 5  # the model is not stuck on one token
 
 
 def test_generation_stops_where_theirs_does(models):

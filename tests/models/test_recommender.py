@@ -16,7 +16,7 @@ SMALL = RecommenderConfig(dim=12, depth=2, heads=2, hidden=20, max_length=48)
 CAUSAL = ["switch", "deepseek", "remoe", "dynmoe", "mass", "soft_causal", "smear_token", "lory"]
 CAUSAL += ["mumoe_cp", "mumoe_tr", "intbmoe"]
 
-# Two things that the released model counts and this one does not have: input projections, which belong to the
+# The released model has two things that this one lacks: input projections, which belong to the
 # embedding, and seven of its eight output norms, which nothing uses.
 PROJECTIONS, UNUSED_NORMS = (48 * 96 + 3 * 96) + (96 + 3 * 96), 7 * 2 * 96
 
@@ -78,7 +78,7 @@ def test_the_papers_sizes():
         options = match_budget("intbmoe", 96, 384, experts=32)
         mixture = Recommender(RecommenderConfig(), lambda: intbmoe.create("intbmoe", 96, **options))
     assert count(dense) == 977_752 - PROJECTIONS - UNUSED_NORMS == 971_128
-    module = 2_470_841 - 2 * 96  # less the LayerNorm that the released module never uses
+    module = 2_470_841 - 2 * 96  # without the LayerNorm that the released module never uses
     assert count(mixture.head) == count(mixture.blocks[3].ffn) == module
     assert count(mixture) == 22_547_449 - 9 * 2 * 96 - PROJECTIONS - UNUSED_NORMS
     assert dense.blocks[0].attn.relative_bias.numel() == 2 * 126 - 1
@@ -86,7 +86,7 @@ def test_the_papers_sizes():
 
 def test_the_forward_is_the_written_one():
     model, x = small(), tokens()
-    with torch.no_grad():  # a table of bias that shows, and norms that do something
+    with torch.no_grad():  # so that the bias table and the norms have an effect
         for name, parameter in model.named_parameters():
             if "bias" in name or "norm" in name:
                 parameter.add_(torch.randn_like(parameter))
@@ -94,7 +94,7 @@ def test_the_forward_is_the_written_one():
 
 
 def test_training_computes_the_same():
-    """With gradients, attention takes another kernel; and the bias of the distances in use learns, no other."""
+    """With gradients, attention uses another kernel; and only the biases of distances in use are learned."""
     model, x = small(), tokens()
     with torch.no_grad():
         expected = model(x)

@@ -17,7 +17,7 @@ HISTORIES = ([3, 1, 4, 1, 5, 9, 2, 6], [5, 3, 5], [8])
 
 
 def make(method="dense", config=SMALL, seed=0):
-    """The model in float64, with every parameter moved from where it starts."""
+    """The model in float64, with every parameter moved away from its initial value."""
     torch.manual_seed(seed)
     model = SequenceModel(config, ffn_maker(MoESettings(method, 4), config.dim, config.hidden)).double()
     for parameter in model.parameters():
@@ -66,7 +66,7 @@ def test_later_items_change_no_earlier_prediction(method, config):
     changed = items.clone()
     changed[0, 4:] = torch.tensor([0, 10, 7, 8])
     targets = next_items(items)
-    targets[0, 3] = 5  # what is predicted from the first four stays the same question
+    targets[0, 3] = 5  # so that the first four positions still predict the same items
     questions = torch.where(torch.arange(8) < 4, targets, PADDING)
     assert torch.allclose(model(items, questions), model(changed, questions), atol=1e-12, rtol=0)
     assert not torch.allclose(model(items), model(changed), atol=1e-6)
@@ -143,7 +143,7 @@ def test_every_parameter_learns(method):
     items = padded(*HISTORIES)
     (-model(items, next_items(items)).sum()).backward()
     silent = {name for name, value in model.named_parameters() if value.grad is None or not value.grad.abs().sum() > 0}
-    # A router's weights learn by the chosen alone, and biases of keys cancel in a softmax up to rounding.
+    # A router learns only from the chosen experts, and the biases of keys cancel in a softmax up to rounding.
     assert not {name for name in silent if not name.startswith("backbone.")}
     for layer in ("items.weight", "item_bias", "pointer.query", "pointer.distance", "pointer.gate.weight"):
         assert torch.isfinite(model.get_parameter(layer).grad).all()

@@ -1,4 +1,4 @@
-"""The travel model: who sees what, padding, places, and the paper's size."""
+"""The travel model: which input reaches which prediction, padding, places, and the paper's size."""
 
 import pytest
 import torch
@@ -37,7 +37,7 @@ def other_answers(batch, generator):
 
 @pytest.mark.parametrize("method", METHODS)
 def test_answers_from_a_session_on_change_no_prediction_up_to_it(method):
-    """The leak test: s's own answer and all later ones are unknown at s, its scenario and all before it are known."""
+    """The leak test: session s knows its scenario and everything before it, but not its answer or any later one."""
     model, batch = small(method), windows()
     changed = other_answers(batch, torch.Generator().manual_seed(3))
     before = model.predict(batch)
@@ -54,7 +54,7 @@ def test_answers_from_a_session_on_change_no_prediction_up_to_it(method):
 
 @pytest.mark.parametrize("name", ["profile", "scenario", *ANSWERS])
 def test_what_is_known_is_seen(name):
-    """The other half of a leak test: each input of session 3 reaches a prediction, scenario and profile at once."""
+    """The other half of the leak test: inputs of session 3 reach later predictions, and its scenario its own too."""
     model, batch = small(), windows()
     full = batch["mask"].all(1)
     assert full.any()
@@ -69,7 +69,7 @@ def test_what_is_known_is_seen(name):
 
 @pytest.mark.parametrize("method", METHODS)
 def test_padding_changes_nothing(method):
-    """What stands at padding, and how much of it there is after the last session."""
+    """Neither the values in the padding nor its length after the last session matter."""
     model, batch = small(method), windows(6)
     mask = batch["mask"]
     assert not mask.all()

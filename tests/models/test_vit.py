@@ -143,7 +143,7 @@ def test_the_mixture_sees_the_normed_patch_tokens_alone_and_no_mask():
 
 
 def test_the_class_token_goes_through_its_own_ffn():
-    """With mixtures that give zero, only the class token changes in an MoE block's second half."""
+    """With mixtures that return zero, only the class token changes in the second half of an MoE block."""
     model = small(Recorder).eval()
     x = torch.randn(2, 1 + SMALL.patches, SMALL.dim)
     y = model.blocks[0].feed_forward(x)
@@ -191,7 +191,7 @@ def test_backbone_starts_as_deit_and_the_mixture_as_it_likes():
     for parameter in (model.blocks[1].mlp.fc1.weight, model.blocks[0].attn.qkv.weight, model.pos_embed):
         assert parameter.std().item() == pytest.approx(0.02, rel=0.05)
     assert model.blocks[1].attn.proj.bias.abs().max() == 0
-    # nn.Linear's own law: uniform within 1/√192, standard deviation 1/√(3·192).
+    # nn.Linear's own initialisation: uniform within 1/√192, standard deviation 1/√(3·192).
     assert model.blocks[0].moe.experts.up.weight.std().item() == pytest.approx(1 / math.sqrt(3 * 192), rel=0.05)
 
 

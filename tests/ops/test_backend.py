@@ -1,4 +1,4 @@
-"""Which backend is chosen, and what is said of one that cannot run."""
+"""Which backend is chosen, and the message for one that cannot run."""
 
 import pytest
 import torch

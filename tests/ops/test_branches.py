@@ -1,4 +1,4 @@
-"""Branches of a captured graph change nothing but the time."""
+"""Branches of a captured graph change the time and nothing else."""
 
 from unittest import mock
 
@@ -14,7 +14,7 @@ DIM = 48
 
 
 class Stack(nn.Module):
-    """Layers of several widths, so that memory that one gives back is taken by another."""
+    """Layers of several widths, so that one layer reuses memory that another has freed."""
 
     def __init__(self, **options):
         super().__init__()

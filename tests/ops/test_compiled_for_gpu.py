@@ -1,4 +1,4 @@
-"""What code compiled for a GPU does differently, tried where there is none: the question is answered with yes."""
+"""What code compiled for a GPU does differently, tried without one: ``compiled_for_gpu`` is made to say yes."""
 
 import copy
 

@@ -1,4 +1,4 @@
-"""The kernels compile for GPUs that are not here; ``benchmarks/gpu_compile.py`` says how, and what that finds."""
+"""The kernels compile for GPUs that this machine lacks; ``benchmarks/gpu_compile.py`` says how, and what that finds."""
 
 import os
 import re

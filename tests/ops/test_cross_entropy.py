@@ -52,7 +52,7 @@ def test_kernels_give_torchs_losses_and_gradients(size, dtype, device):
     assert (losses.dtype, grad.dtype) == (torch.float32, dtype)
     expected = exact(logits, targets)
     torch.testing.assert_close(losses.double(), expected[0], rtol=1e-5, atol=1e-5)
-    close = 1e-5 if dtype == torch.float32 else 2**-7  # the interpreter cuts to bfloat16 where a GPU rounds
+    close = 1e-5 if dtype == torch.float32 else 2**-7  # the interpreter truncates to bfloat16, a GPU rounds
     torch.testing.assert_close(grad.double(), expected[1], rtol=close, atol=1e-6)
 
 

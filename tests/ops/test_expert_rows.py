@@ -1,6 +1,6 @@
-"""Kernels between the experts' products against the specification; rows of no expert are never read.
+"""Kernels between the experts' products against the specification; rows without an expert are never read.
 
-All memory that nobody has written holds NaN here, so whatever is read without having been written shows.
+Memory that has not been written holds NaN here, so that reading it shows.
 """
 
 import pytest
@@ -26,7 +26,7 @@ IDS = {
 
 @pytest.fixture(autouse=True)
 def nan_memory(monkeypatch):
-    monkeypatch.setattr(dispatch, "readable", lambda _: False)  # on the CPU, too, all rows are laid out
+    monkeypatch.setattr(dispatch, "readable", lambda _: False)  # so that all rows are kept, as on a GPU
     torch.use_deterministic_algorithms(True, warn_only=True)
     assert torch.ones(1).new_empty_strided((2, 2), (4, 1)).isnan().all()
     yield
@@ -34,7 +34,7 @@ def nan_memory(monkeypatch):
 
 
 def leaves(device, *tensors):
-    """Each twice: in float32 on the device, in float64."""
+    """Each tensor twice: in float32 on the device, and in float64."""
     quick = [tensor.clone().to(device).requires_grad_() for tensor in tensors]
     return quick, [tensor.double().requires_grad_() for tensor in tensors]
 
@@ -44,11 +44,11 @@ def near(found, expected):
 
 
 def rows_near(quick, exact, found, expected):
-    """The rows that are there, and all gradients of them."""
+    """Compare the rows that have an expert, and all their gradients."""
     last = len(expected)
     near(found[:last], expected)
     probe = torch.randn(len(found), found.shape[1])
-    probe[last:] = torch.nan  # the gradient of what nobody reads
+    probe[last:] = torch.nan  # the gradient of rows that nothing reads
     found.backward(probe.to(found.device))
     expected.backward(probe[:last].double())
     for one, other in zip(quick, exact, strict=True):

@@ -36,19 +36,19 @@ from intbmoe.ops.swiglu.fused import swiglu as swiglu_rows
 from intbmoe.ops.tiles import Tiling
 
 GROUPS = 5
-# The interpreter takes a tenth of a millisecond an operation: it gets the cases that differ most.
+# The interpreter takes a tenth of a millisecond per operation, so it gets only the cases that differ most.
 TOKENS = (0, 1, 70) if INTERPRETING else (0, 1, 7, 8192)
 FEW = [("zipf", 0), ("zipf", 1), ("nothing", 1), ("zipf", 24), ("empty", 24), ("masked", 24)]
-# Routings are data: how a kernel is compiled and cut up depends on the number of tokens alone.
+# Routings are data: how a kernel is compiled and tiled depends only on the number of tokens.
 ALL = [("zipf", 0), ("zipf", 1), ("nothing", 1), *product(("balanced", "zipf", "one", "masked", "nothing"), [7])]
 ALL += [("zipf", 8192), ("masked", 8192)]
 routed_tokens = pytest.mark.parametrize(("routing", "tokens"), FEW if INTERPRETING else ALL)
 tokens_ = pytest.mark.parametrize("tokens", TOKENS)
-# The interpreter has the narrow rows with a single routing.
+# The interpreter runs narrow rows with a single routing.
 WIDTHS = [*((*one, 37) for one in FEW), ("masked", 24, 12)]
 WIDTHS = WIDTHS if INTERPRETING else [(*one, width) for one, width in product(ALL, (37, 2844))]
 routed_widths = pytest.mark.parametrize(("routing", "tokens", "width"), WIDTHS)
-# Of the forms of a kernel the interpreter has the first with every routing, the others with those that differ most.
+# The interpreter runs the first form of a kernel with every routing, and the others with those that differ most.
 DIFFERENT = [("zipf", 0, 37), ("zipf", 1, 37), ("zipf", 24, 37), ("masked", 24, 12)] if INTERPRETING else WIDTHS
 
 
@@ -61,12 +61,12 @@ if INTERPRETING:
 
     @pytest.fixture(autouse=True)
     def _several_tiles_a_program(monkeypatch):
-        """As on a GPU with many rows: of the wide ones a program has two tiles, and a large group two programs."""
+        """As on a GPU with many rows: a program has two tiles of wide rows, and a large group has two programs."""
         monkeypatch.setattr(tiles, "ENOUGH_PROGRAMS", 2)
 
 
 def choices(routing, tokens, k, groups=GROUPS):
-    """(tokens, k) group of each assignment, −1 for none."""
+    """The group of each assignment, (tokens, k); −1 for none."""
     weights = {"zipf": 1 / torch.arange(1.0, groups + 1) ** 1.5, "one": torch.eye(groups)[groups // 2]}
     weights["empty"] = (torch.arange(groups) % 2).float()
     probability = weights.get(routing, torch.ones(groups))
@@ -140,7 +140,7 @@ def test_filtered_rows(device, routing, tokens, width, filtered):
     token, group = plan.token[:count], plan.group[:count]
     expected = filter_exactly(*exact, token, group) if filtered else exact[0][token]
     near(rows[:count], expected)
-    probe = torch.full((tokens * 2, width), torch.nan)  # rows of no group are not read
+    probe = torch.full((tokens * 2, width), torch.nan)  # rows without a group are not read
     probe[:count] = torch.randn(count, width)
     rows.backward(probe.to(device))
     expected.backward(probe[:count].double())
@@ -180,7 +180,7 @@ def test_gated_rows(device, routing, tokens, width, gate):
 @on_device
 @pytest.mark.parametrize("scale", [0.0, 1e-3])
 def test_variances_of_rows_far_from_zero(device, scale):
-    """They are not the difference of two large numbers: a mean of 100 would leave three digits of a variance of 1."""
+    """The variance is not the difference of two large numbers: with a mean of 100, only three digits would be left."""
     rows, ends = torch.randn(6, 88) + 100 * (torch.arange(88) < 44), torch.tensor([2, 6], dtype=torch.int32)
     bias, gain, norm, shift = torch.zeros(2, 88), torch.ones(44), torch.ones(44), torch.zeros(44)
     quick, exact = pairs(device, rows, bias, gain, torch.tensor([scale]), norm, shift)
@@ -275,7 +275,7 @@ def test_the_shared_experts_gradient_has_its_type(device, routing):
 
 
 def _gather_sum(rows, weights, plan):
-    """What ``combine_naive`` says, for many tokens."""
+    """The same as ``combine_naive``, fast enough for many tokens."""
     rows = torch.cat([rows, rows.new_zeros(1, rows.shape[1])])
     return (rows[plan.inverse.clamp(max=len(rows) - 1)] * weights.unsqueeze(-1)).sum(1)
 
@@ -302,7 +302,7 @@ def test_combine(device, routing, tokens, width):
 @pytest.mark.parametrize("trimmed", [False, True], ids=["all", "trimmed"])
 def test_sum_rows(device, routing, tokens, trimmed):
     plan = permute(choices(routing, tokens, 2), GROUPS, "tiled")
-    count = int(plan.ends[-1]) if trimmed else 2 * tokens  # rows of no group may be there or not
+    count = int(plan.ends[-1]) if trimmed else 2 * tokens  # rows without a group may be there or not
     (rows,), exact = pairs(device, torch.randn(count, 37))
     token, inverse = plan.token[:count].to(device), plan.inverse.clamp(max=count).to(device)
     y = sum_rows(rows, token, inverse, "fused")

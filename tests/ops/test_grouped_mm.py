@@ -1,4 +1,4 @@
-"""Every backend of the grouped product against the loop, outputs and gradients, wherever the rows fall."""
+"""Every backend of the grouped product against the loop, outputs and gradients, for any group sizes."""
 
 import pytest
 import torch
@@ -65,7 +65,7 @@ def test_bfloat16_within_its_rounding(counts):
 
 
 def test_second_derivatives_of_the_custom_op():
-    """Double backward against the tiles, which autograd derives by itself."""
+    """Double backward against the tiled backend, which autograd differentiates by itself."""
     x, weight, offsets = case([2, 0, 3], 1, 4, 4, torch.float32)
     results = []
     for backend in ("grouped", "tiled"):

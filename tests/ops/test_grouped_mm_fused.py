@@ -1,4 +1,4 @@
-"""The Triton grouped product against the loop in float64, outputs and gradients, wherever the rows fall.
+"""The Triton grouped product against the loop in float64, outputs and gradients, for any group sizes.
 
 ``pytest -m gpu tests/ops/test_grouped_mm_fused.py`` runs the same on a GPU, and larger products.
 """
@@ -12,7 +12,7 @@ from intbmoe.ops import backend, triton_support
 from intbmoe.ops.grouped_mm import fused, naive
 from interpreter import INTERPRETING, on_device
 
-# The interpreter multiplies bfloat16 wrongly, without a word.
+# The interpreter silently multiplies bfloat16 wrongly.
 DTYPES = [torch.float32, torch.float16] if INTERPRETING else list(fused.DTYPES)
 GROUPS = 5
 ROUTINGS = ("balanced", "zipf", "one", "empty", "masked", "trimmed")
@@ -29,7 +29,7 @@ if not INTERPRETING:
 
 
 def choices(routing, tokens, k, groups=GROUPS):
-    """(tokens, k) group of each assignment, −1 for none."""
+    """The group of each assignment, (tokens, k); −1 for none."""
     weights = {"zipf": 1 / torch.arange(1.0, groups + 1) ** 1.5, "one": torch.eye(groups)[groups // 2]}
     weights["empty"] = (torch.arange(groups) % 2).float()
     probability = weights.get(routing, torch.ones(groups))
@@ -47,7 +47,7 @@ def exact(x, weight, offsets, probe):
 
 
 def errors(found, case):
-    """How far output and gradients are from the exact ones, None for those not found, in units of what is allowed.
+    """How far output and gradients are from the exact ones, in units of the tolerance; None for those not computed.
 
     Every entry is a sum of n products, added in float32 and rounded to its type at most three times. Each addition may
     lose a unit in the last place of Σ|terms|, 2^-23 (tensor cores cut off instead of rounding); Σ|terms| is what the
@@ -68,7 +68,7 @@ def errors(found, case):
 
 
 def padded(x):
-    """``x`` with NaN behind every row, up to the alignment that the kernels' own results have."""
+    """``x`` with NaN after every row, up to the alignment of the kernels' own results."""
     width = triton_support.aligned(x.shape[-1], x.dtype)
     return x.new_full((*x.shape[:-1], width), float("nan"))[..., : x.shape[-1]].copy_(x)
 
@@ -123,7 +123,7 @@ def test_large_products_on_the_device(device, dtype, routing, widths):
 @pytest.mark.parametrize("descriptors", [False, True])
 @pytest.mark.parametrize("persistent", [0, 1])
 def test_every_kind_of_tile(device, descriptors, persistent, monkeypatch):
-    # So that a persistent program has several tiles to go through, and tiles are not computed in their order.
+    # So that a persistent program has several tiles, and tiles are computed out of order.
     monkeypatch.setattr(fused, "PROCESSORS", 3)
     tile = SMALL._replace(descriptors=descriptors, persistent=persistent)
     for inputs, outputs in ((24, 32), (9, 17), (17, 32)):
@@ -286,7 +286,7 @@ def test_shapes_and_flops_without_a_kernel(device):
     block=st.sampled_from([1, 2, 16]),
 )
 def test_every_tile_of_every_group_has_one_slot(counts, tail, block):
-    """The rule at the head of fused_kernels.py, for the groups and the rows of none."""
+    """The rule at the top of fused_kernels.py, for all groups and for rows without one."""
     start, taken = 0, []
     for group, count in enumerate([*counts, tail]):
         end = start + count

@@ -1,4 +1,4 @@
-"""The tests of Triton's kernels, in one process in which its interpreter runs them (``tests/interpreter.py``)."""
+"""Runs the tests of Triton kernels in its interpreter, all in one process (``tests/interpreter.py``)."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""A launch that finds its kernel compiled gets the one for just these arguments."""
+"""A launch that finds a compiled kernel gets the one for exactly its arguments."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Neither chunks nor spread inputs change the product or its gradients, and both keep little alive."""
+"""Neither chunks nor spread inputs change the product or its gradients, and both keep little memory."""
 
 import pytest
 import torch
@@ -44,7 +44,7 @@ def test_gradients_agree_with_finite_differences(form):
 
 @FORMS
 def test_inputs_may_be_views(form):
-    """Of a batch that was transposed, say: strides that a view of the result would not survive."""
+    """Such as a transposed batch, whose strides do not allow a view of the result."""
     _, a, weight = inputs(5)
     turned = torch.randn(4, 3, 5, dtype=torch.float64).permute(2, 1, 0)
     torch.testing.assert_close(form.merged_mm(turned, a, weight, limit=2), naive.merged_mm(turned, a, weight))
@@ -52,7 +52,7 @@ def test_inputs_may_be_views(form):
 
 @FORMS
 def test_narrow_types_are_as_near_to_the_truth_as_the_specification(form):
-    """Each form rounds to bfloat16 elsewhere, so they are compared with what float64 says of the same inputs."""
+    """Each form rounds to bfloat16 at other points, so all are compared with float64 on the same inputs."""
     torch.manual_seed(0)
     z, a, weight = torch.randn(8, 16, 64), torch.randn(8, 4).softmax(-1), torch.randn(4, 64, 96) / 8
     leaves = (z.bfloat16().requires_grad_(), a.requires_grad_(), weight.requires_grad_())
@@ -85,7 +85,7 @@ def test_gradients_have_the_types_of_their_inputs(form):
 
 @FORMS
 def test_gradients_of_many_outputs_come_at_once(form):
-    """Of gradients that are batched torch knows ``reshape``, but not ``flatten``."""
+    """For batched gradients, torch supports ``reshape`` but not ``flatten``."""
     leaves, upstream = inputs(5), torch.randn(7, 5, 3, 6, dtype=torch.float64)
     ways = (lambda *leaves: form.merged_mm(*leaves, limit=2), naive.merged_mm)
     found, expected = (torch.autograd.grad(way(*leaves), leaves, upstream, is_grads_batched=True) for way in ways)
@@ -124,7 +124,7 @@ def test_small_groups_build_no_matrix_and_large_ones_do(monkeypatch, device, dty
 
 @pytest.mark.parametrize("size", [1, 3, 7])
 def test_exported_programs_take_any_number_and_size_of_groups(monkeypatch, size):
-    """Chunks would be counted once, at the example's size, and a form chosen by it."""
+    """Otherwise the number of chunks and the form would be fixed at the example's size."""
     monkeypatch.setattr(package, "MAX_NUMBERS_IN_CACHE", 2 * 4 * 6)
 
     class Layer(torch.nn.Module):
@@ -171,7 +171,7 @@ class _Largest(TorchDispatchMode):
 
 @pytest.mark.parametrize("size", [1, 8])
 def test_no_more_than_the_limit_is_ever_built_or_kept(monkeypatch, size):
-    """One row is spread, eight are not: the limit holds for both, and neither keeps what it built."""
+    """One row is spread, eight are not: both stay within the limit, and neither keeps what it built."""
     monkeypatch.setattr(package, "MAX_NUMBERS_IN_CACHE", 2**12)
     width, groups = 16, 512
     z = torch.randn(groups, size, width, requires_grad=True)

@@ -1,4 +1,4 @@
-"""The compiled library against the specification, in every instruction set this CPU has; and when it keeps out."""
+"""The compiled library against the specification, in every instruction set of this CPU; and when it is not used."""
 
 import os
 import subprocess
@@ -25,7 +25,7 @@ from small_intbmoe import SIZES, make, switches, tokens
 
 pytestmark = pytest.mark.skipif(library.LIBRARY is None, reason=f"the compiled library is {library.STATUS}")
 TOLERANCE = {dtype: 16 * torch.finfo(dtype).eps / naive.LAYER_NORM_EPS**0.5 for dtype in library.DTYPES}
-"""Some roundings, in another order than torch's, and a LayerNorm that divides by as little as √ε: 1.1e-12, 6.0e-4."""
+"""Some roundings in another order than torch's, and a LayerNorm that may divide by only √ε: 1.1e-12, 6.0e-4."""
 dtypes = pytest.mark.parametrize("dtype", library.DTYPES)
 
 
@@ -89,7 +89,7 @@ def test_every_instruction_set_and_number_of_threads(dtype, instructions, two_th
     ids = torch.repeat_interleave(torch.arange(5), torch.tensor(counts))[torch.randperm(200)].unsqueeze(1)
     x, weights = torch.randn(200, 33, dtype=dtype), torch.rand(200, 1, dtype=dtype)
     compare(x, ids, weights, blocks)
-    # A row depends on nothing beside it, to the last bit; the filter's product with the token is torch's, hence none.
+    # A row does not depend on other rows, to the last bit. No filter here, because torch computes its product.
     blocks = random_blocks([33, 50, 33], 5, dtype, filtered=False)
     together = native.run_blocks(x, ids, weights, None, blocks)[0]
     torch.set_num_threads(1)
@@ -285,5 +285,5 @@ def test_a_library_of_other_sources_is_refused(monkeypatch):
 
 
 def test_openmp_is_torchs_own():
-    """A library that asked for one by name could get a second, whose threads take the cores from torch's."""
+    """A library that links OpenMP by name could load a second one, whose threads compete with torch's for cores."""
     assert b"libgomp" not in Path(library.__file__).with_name(library.NAME).read_bytes()

@@ -1,4 +1,4 @@
-"""Experts of sparse methods by the compiled library: against the specification, and when layers take it."""
+"""Experts of sparse methods run by the compiled library: against the specification, and when layers use it."""
 
 from contextlib import ExitStack
 from unittest import mock
@@ -35,7 +35,7 @@ def parameters_of(network, experts, dim, hidden, dtype):
 
 
 def assert_near(found, expected):
-    """Some roundings of each of a few products: 3e-14 and 2e-5 of a row's size."""
+    """A few roundings per product: within 3e-14 (float64) or 2e-5 (float32) of a row's size."""
     tolerance = 128 * torch.finfo(found.dtype).eps
     size = expected.nan_to_num(0, 0, 0).norm(dim=-1, keepdim=True).clamp(min=1)
     torch.testing.assert_close(found / size, expected / size, rtol=0, atol=tolerance, equal_nan=True)
@@ -70,7 +70,7 @@ def test_is_the_specification_at_any_width_and_number_of_rows(network, dtype, di
 @networks
 @dtypes
 def test_every_instruction_set_way_of_multiplying_and_number_of_threads(network, dtype, instructions, two_threads):
-    # Wider than what is summed at once, so that every product has several parts; no expert, one, few and many rows.
+    # Wider than one partial sum, so that every product has several; experts with no, one, few and many rows.
     parameters = parameters_of(network, 6, 33, 1030, dtype)
     counts = torch.tensor([0, 1, 3, 9, 27, 60])
     ids = torch.repeat_interleave(torch.arange(6), counts)[torch.randperm(100)].unsqueeze(1)
@@ -79,7 +79,7 @@ def test_every_instruction_set_way_of_multiplying_and_number_of_threads(network,
     together = native.run_experts(network, x, ids, weights, parameters)[0]
     torch.set_num_threads(1)
     alone = [native.run_experts(network, x[[i]], ids[[i]], weights[[i]], parameters)[0] for i in range(100)]
-    assert torch.equal(together, torch.cat(alone))  # a row depends on nothing beside it, to the last bit
+    assert torch.equal(together, torch.cat(alone))  # a row does not depend on other rows, to the last bit
 
 
 @dtypes

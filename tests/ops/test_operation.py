@@ -1,4 +1,4 @@
-"""Operations are the same whether called directly or by way of torch, and who looks sees them."""
+"""Operations give the same whether called directly or through torch, and observers see them."""
 
 import pytest
 import torch

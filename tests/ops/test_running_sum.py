@@ -1,4 +1,4 @@
-"""The running sum that compiled code does not look into, called by name: only code compiled for a GPU takes it."""
+"""The running sum as an operation opaque to the compiler, called by name: only code compiled for a GPU uses it."""
 
 import pytest
 import torch

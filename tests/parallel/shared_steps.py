@@ -1,4 +1,4 @@
-"""A small model with a mixture, trained by one process on the whole batch, or by ranks that share it out."""
+"""A small model with a mixture, trained by one process on the whole batch or by ranks that split it."""
 
 from contextlib import nullcontext
 
@@ -34,7 +34,7 @@ class Small(nn.Module):
 
 
 def batch(step, masked, examples=12):
-    """Tokens, and which are valid: some of all examples, or (``"half"``) all of the first half."""
+    """Tokens and their mask: some valid tokens in all examples or, with ``"half"``, all tokens of the first half."""
     generator = torch.Generator().manual_seed(step)
     x = torch.randn(examples, 4, DIM, dtype=torch.float64, generator=generator)
     if not masked:
@@ -45,7 +45,7 @@ def batch(step, masked, examples=12):
 
 
 def train_alone(options, masked=False, steps=STEPS):
-    """State and gradient norms of one process on whole batches: plain torch, nothing of ``intbmoe.parallel``."""
+    """State and gradient norms of one process on whole batches, in plain torch without ``intbmoe.parallel``."""
     model = Small(**options).double()
     optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
     norms = []
@@ -60,7 +60,7 @@ def train_alone(options, masked=False, steps=STEPS):
 
 
 class Shared:
-    """The same on ranks: pools or experts shared out, the rest under FSDP2 or DDP."""
+    """The same training on ranks: pools or experts are divided among them, the rest is under FSDP2 or DDP."""
 
     def __init__(self, rank, world, options, rest="ddp", recompute=False, checkpointed=False, dtype=torch.float64):
         self.rank, self.world, self.rest = rank, world, rest
@@ -73,7 +73,7 @@ class Shared:
             model.mixture.recompute = recompute
             parallel.shard_pools(model, mesh)
             self.apart = apart = parallel.pool_parameters(model)
-        model.to("cpu")  # which torch does by putting new parameters in the place of sharded ones
+        model.to("cpu")  # for which torch replaces sharded parameters by new ones
         if rest == "fsdp":
             fully_shard(model.mixture, mesh=mesh, ignored_params=apart)
             self.wrapped = fully_shard(model, mesh=mesh, ignored_params=apart)
@@ -107,7 +107,7 @@ class Shared:
         return [(name, value.detach()) for name, value in self.model.state_dict().items()]
 
     def held(self):
-        """Bytes of what is shared out: weights, gradients and both moments."""
+        """Bytes of the divided parameters: weights, gradients and both moments."""
         state = self.optimizer.state
         tensors = [(p, p.grad, state[p]["exp_avg"], state[p]["exp_avg_sq"]) for p in self.apart]
         return [[parallel.local(tensor).untyped_storage().nbytes() for tensor in one] for one in tensors]
@@ -126,7 +126,7 @@ def train_cases(rank, world, cases):
 
 
 def assert_same(found, case):
-    """What each rank found is what one process finds, to 1e-10 in float64."""
+    """Every rank has the results of a single process, to 1e-10 in float64."""
     expected, norms = train_alone(case.get("options", {}), case.get("masked", False))
     for state, norms_there in found:
         assert state.keys() == expected.keys()
@@ -136,5 +136,5 @@ def assert_same(found, case):
 
 
 def _loss(model, inner, x, mask, parts=1):
-    """Of one of ``parts`` equal parts of the batch; the auxiliary loss is over all ranks."""
+    """The loss of one of ``parts`` equal parts of the batch; the auxiliary loss is over all ranks."""
     return model(x, mask).square().sum() + intbmoe.aux_loss(inner) / parts

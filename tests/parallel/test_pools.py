@@ -1,4 +1,4 @@
-"""Ranks that share pools out end with the weights of one process, and send K composed blocks, whatever E is."""
+"""Ranks that divide the pools end with the weights of a single process, and send K composed blocks for any E."""
 
 import pytest
 import torch
@@ -52,7 +52,7 @@ def test_more_cases_and_four_ranks_of_which_one_has_nothing(world, cases):
 
 
 def count(rank, world):
-    """Messages of one step and memory, for several ways."""
+    """Messages of one step, and memory, for several ways of training."""
     results = {}
     ways = {
         "plain": ({}, 1, torch.float32),
@@ -80,12 +80,12 @@ def widths():
 
 
 def gathered(world):
-    """Entries of its own that a rank sends for each pool: two paths of K blocks, the last slice filled up."""
+    """The entries that a rank sends for each pool: two paths of K blocks, with the last slice padded."""
     return sorted(BLOCKS * -(-i // world) * 2 * o for i, o in zip(widths(), widths()[1:], strict=False))
 
 
 def large(messages, kind):
-    """Sizes of the messages that are not of biases, losses or gradients of small parameters."""
+    """Sizes of all messages except biases, losses and gradients of small parameters."""
     biases = {2 * BLOCKS * -(-o // 2) for o in widths()[1:]}
     return sorted(n for name, _, n in messages if kind in name and n not in biases | {2 * size for size in biases})
 
@@ -101,7 +101,7 @@ def test_nothing_else_that_is_sent_grows_with_the_experts(counted):
     model = Small()
     pools = {p for pool in model.mixture.pools for p in pool.parameters()}
     others = sum(p.numel() for p in model.parameters() if p not in pools)
-    assert sum(rest) <= others + 50  # DDP's one all-reduce of what is no pool, the norm and the load counts
+    assert sum(rest) <= others + 50  # DDP's one all-reduce of everything except pools, the norm and the load counts
 
 
 def test_recompute_gathers_once_more(counted):
@@ -159,4 +159,4 @@ def test_what_cannot_be_shared_out_says_so():
     assert "mixture has conditioning_dim=3" in conditioned
     assert "Linear holds no IntBMoE" in without
     assert changed.startswith("1: the pool was changed while gradients")
-    assert gate > 0  # the gate's coefficients learn where all else that composes is frozen
+    assert gate > 0  # only the gate's coefficients are trained; the rest of the composition is frozen

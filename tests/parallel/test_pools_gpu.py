@@ -1,4 +1,4 @@
-"""Two processes on one GPU: the kernels compose slices, and weights end as those of one process."""
+"""Two processes on one GPU: the kernels compose slices, and the final weights are those of a single process."""
 
 import pytest
 import torch
@@ -38,7 +38,7 @@ def step(layer, model, optimizer, x, world, dtype):
 
 
 def on_cpu(collective):
-    """gloo lacks some of the collectives on a GPU, and NCCL refuses two ranks on one: the messages take the CPU."""
+    """Send messages through the CPU: gloo lacks some collectives on a GPU, and NCCL refuses two ranks on one GPU."""
 
     def through(tensor, *arguments):
         return collective(tensor.cpu(), *arguments).cuda()
@@ -51,7 +51,7 @@ def train_shared(rank, world, backend, dtype, recompute):
     pool_module._gather, pool_module._scatter = on_cpu(pool_module._gather), on_cpu(pool_module._scatter)
     layer = make(backend)
     layer.recompute = recompute
-    parallel.shard_pools(layer, DeviceMesh.from_group(dist.group.WORLD, "cuda"))  # gloo's; a new one would be NCCL's
+    parallel.shard_pools(layer, DeviceMesh.from_group(dist.group.WORLD, "cuda"))  # gloo's; a new mesh would use NCCL
     model = nn.parallel.DistributedDataParallel(layer)
     pools = parallel.pool_parameters(layer)
     rest = [parameter for parameter in layer.parameters() if parameter not in pools]

@@ -1,4 +1,4 @@
-"""Ranks that share experts out end with the weights of one process, and send rows of tokens to their experts."""
+"""Ranks that divide the experts end with the weights of a single process, and send token rows to their experts."""
 
 import re
 from pathlib import Path
@@ -56,7 +56,7 @@ def test_every_method_and_a_rank_that_has_no_expert(world):
 
 
 def count(rank, world):
-    """What one step sends to experts, what was routed in it, and what is held; what is refused."""
+    """What one step sends to experts, its routing, the memory held, and what is refused."""
     shared = Shared(rank, world, options_of("mixtral"))
     shared.step(0)
     x, _ = (part.chunk(world)[rank] for part in batch(1, False))
@@ -70,7 +70,7 @@ def count(rank, world):
 
 
 def unequal(rank, world):
-    """Outputs where rank 0 has no example and the others have some, in float32: on ranks, and of one process."""
+    """Outputs in float32, if rank 0 has no examples and the others have some: on ranks, and in a single process."""
     x = torch.ones(rank, 4, DIM)
     spread = Shared(rank, world, options_of("mixtral"), dtype=torch.float32)
     return spread.model(x).detach(), Small(**options_of("mixtral"))(x).detach()
@@ -91,7 +91,7 @@ def counted():
 
 
 def test_a_step_sends_the_rows_of_experts_elsewhere_four_times(counted):
-    """There and back, forward and backward; rows for a rank's own experts stay where they are."""
+    """There and back, in forward and in backward; rows for a rank's own experts stay on that rank."""
     first = 3  # experts of rank 0
     away = [int((counted[0][1] >= first).sum()), int((counted[1][1] < first).sum())]  # rows from each rank to the other
     for rank, (sent, *_) in enumerate(counted):

@@ -1,4 +1,4 @@
-"""Sorting and its way back: sums over rows equal sums over choices, backwards too, and repeats are exact."""
+"""Sorting and its inverse: sums over rows equal sums over choices, in backward too, and repeats are exact."""
 
 from unittest import mock
 
@@ -36,7 +36,7 @@ def test_rows_are_sorted_by_group_and_stable(size):
 @settings(max_examples=30, deadline=None)
 @given(sizes)
 def test_static_rows_hold_the_same_and_a_tail_of_no_group(size):
-    """The plan of a compiled graph or a GPU, whose shapes may not depend on where tokens go."""
+    """The plan for a compiled graph or a GPU, whose shapes may not depend on the routing."""
     tokens, k, groups = size
     ids = random_ids(tokens, k, groups)
     trimmed = dispatch(ids, groups, "tiled")

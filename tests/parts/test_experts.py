@@ -1,4 +1,4 @@
-"""The four ways of running stacked experts are one network."""
+"""The four ways of running stacked experts give the same network."""
 
 import pytest
 import torch
@@ -93,7 +93,7 @@ def test_a_shared_expert_calls_maps_that_somebody_has_changed(change):
     expert, x = SwiGLU(8, 16), torch.randn(3, 8)
     before = expert(x)
     match change:
-        case "forward":  # as accelerate puts its hooks in
+        case "forward":  # as accelerate installs its hooks
             expert.down.forward = lambda z: 2 * torch.nn.Linear.forward(expert.down, z)
         case "hook":
             expert.down.register_forward_hook(lambda module, inputs, output: 2 * output)

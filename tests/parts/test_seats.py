@@ -1,4 +1,4 @@
-"""What lets experts choose: seats given to tokens, exact capacities, packed choices, state kept wide."""
+"""What experts need to choose tokens: seats, exact capacities, packed choices, state in the wide type."""
 
 import pytest
 import torch

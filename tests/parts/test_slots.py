@@ -1,4 +1,4 @@
-"""Pools: what is forgotten when a slot changes hands, and what is refused."""
+"""Slots of a pool: what is reset when a slot gets a new expert, and what is refused."""
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ def test_moments_of_the_named_slots_are_zero_and_the_others_stay(kind):
             assert torch.equal(value[[0, 2]], before[name][[0, 2]])
             assert (before[name][[1, 3]] != 0).all()
         else:
-            assert torch.equal(value, before[name])  # the step count is the whole parameter's
+            assert torch.equal(value, before[name])  # the step count belongs to the whole parameter
 
 
 def test_an_optimizer_that_has_not_stepped_or_is_not_given_is_no_error():

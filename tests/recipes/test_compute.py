@@ -37,7 +37,7 @@ def small(name, batch=16):
 
 
 def flops_of_a_batch(recipe, moe):
-    """The forward of a whole training batch, run at once, divided by its size."""
+    """FLOPs of the forward of a whole training batch, divided by its size."""
     task = make_task(replace(recipe, moe=moe))
     torch.manual_seed(0)
     model = task.make_model().eval()

@@ -20,7 +20,7 @@ def recipe():
 
 
 def config_of(recipe, variant):
-    """What the layer really is, after the budget."""
+    """The layer's actual configuration, after the budget."""
     model = make_task(replace(recipe, moe=variant.moe)).make_model()
     return next(layer.config for _, layer in moe_layers(model))
 

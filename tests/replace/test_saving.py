@@ -1,4 +1,4 @@
-"""A model with replaced FFNs on disk: bitwise back, and an error for loaders that know nothing of it."""
+"""A model with replaced FFNs on disk: restored bit for bit, and an error for loaders that do not know about them."""
 
 import copy
 import json
@@ -12,7 +12,7 @@ from foreign_models import TIMM, TRANSFORMERS, output, timm, timm_model, transfo
 
 SMALL = {"experts": 3, "blocks": 4, "hidden": 10}
 
-# Of FFNs that are alike, one in every run of the tests.
+# One of each kind of FFN is in every run of the tests.
 DISTINCT = {"llama", "gpt2", "phi3", "opt", "bert", "t5", "bart", "vit", "swin"}
 
 
@@ -21,7 +21,7 @@ def each(names):
 
 
 def stirred(model):
-    """Every number different from its start."""
+    """The model with every number changed from its initial value."""
     generator = torch.Generator().manual_seed(9)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -106,7 +106,7 @@ def test_copies_of_a_model_keep_the_marks():
     intbmoe.replace_ffn(model, "intbmoe", **SMALL)
     for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         assert_same(twin, model, inputs)
-        twin.load_state_dict(model.state_dict())  # strictly: the marks are no parameters
+        twin.load_state_dict(model.state_dict())  # strict: the marks are not parameters
 
 
 def test_weights_that_do_not_fit_are_an_error(tmp_path):

@@ -12,7 +12,7 @@ SCALED = ["switch", "vmoe", "remoe", "expert_choice"]
 
 
 def with_large_weights(model):
-    """As after training: outputs that differences can be measured against."""
+    """Enlarge the weights, as training does, so that differences can be measured against the outputs."""
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() == 2:

@@ -12,7 +12,7 @@ def plan_of(recipe, root, methods="switch,intbmoe"):
 
 
 def compare_runs(recipe, root):
-    """What ``intbmoe compare`` has at its end."""
+    """What ``intbmoe compare`` has at the end."""
     plan = plan_of(recipe, root)
     sound, left_out = sort_out(plan.jobs)
     rows = make_rows(summarise(sound))

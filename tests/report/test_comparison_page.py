@@ -1,4 +1,4 @@
-"""The page of a comparison: from real runs, from data made up by hand, and with runs that are damaged."""
+"""The page of a comparison: from real runs, from data made up by hand, and from damaged runs."""
 
 import json
 import re
@@ -41,13 +41,13 @@ def cells(table, column):
 
 @pytest.fixture
 def runs(trained, tmp_path):
-    """A copy to damage."""
+    """A copy that a test may damage."""
     return shutil.copytree(trained, tmp_path / "runs")
 
 
 @pytest.fixture(scope="module")
 def compared(small_recipe, trained):
-    """The comparison of the real runs, its report written."""
+    """The comparison of the real runs, with its report written."""
     comparison = compare_runs(small_recipe, trained)
     write_comparison_page(comparison)
     return comparison
@@ -303,7 +303,7 @@ def test_of_many_methods_few_lines_stand_out():
     without_load = [one for one in made_up_curves(few) if one["label"] != "dense" or one["name"] == "loss"]
     picture, load = draw_comparison(few, without_load)[1:]
     colours = [[handle.get_color() for handle in of.figure.legends[0].legend_handles] for of in (picture, load)]
-    assert colours[0][:1] + colours[0][2:] == colours[1], "a method keeps its colour where another has no line"
+    assert colours[0][:1] + colours[0][2:] == colours[1], "a method keeps its colour if another has no line"
     assert len(lines_by_colour(picture.figure.axes[0])) == 5
     assert "Grey" not in picture.see
 

@@ -47,7 +47,7 @@ def browser():
 
 @pytest.fixture(scope="module")
 def comparison(tmp_path_factory):
-    """A report of four methods, one of them with an unpleasant name and one without a value; 9 < 10 tells numbers."""
+    """A report of four methods, one with an awkward name and one without a value; 9 and 10 sort differently as text."""
     folder = tmp_path_factory.mktemp("compare")
     rows = [
         made_up_row("Nine", "nine", 0.5, 0.52, flops=9_000_000),
@@ -70,7 +70,7 @@ def analysis(analysed):
 
 @pytest.fixture
 def open_page(browser):
-    """Opens a file, collecting what the console says and what is asked of the network."""
+    """Opens a file, and collects console messages and network requests."""
     contexts, troubles = [], []
 
     def opened(path, viewport=WIDE, scheme="light"):
@@ -183,7 +183,7 @@ def test_the_headings_can_be_hit_by_a_finger(comparison, open_page):
 
 
 def settles(page, script, expected):
-    """Whether a script gives what is expected within a second; waiting in the page itself is against its policy."""
+    """Whether a script returns the expected value within a second; the page's policy forbids waiting inside it."""
     for _ in range(50):
         if (found := page.evaluate(script)) == expected:
             return True

@@ -10,14 +10,14 @@ from intbmoe.report.images import LARGEST_SVG, read_image
 from intbmoe.report.page import Figure, write_page
 
 PIXEL = bytes.fromhex(
-    "89504e470d0a1a0a0000000d49484452000000960000004b0806000000"  # 150 by 75 pixels, as far as its head says
+    "89504e470d0a1a0a0000000d49484452000000960000004b0806000000"  # 150 by 75 pixels, according to its header
 )
 SVG = '<svg width="72pt" height="36pt" viewBox="0 0 72 36"><style>{}</style></svg>'
 
 
 @pytest.fixture
 def folder(analysed, tmp_path):
-    """A copy to change."""
+    """A copy that a test may change."""
     return shutil.copytree(analysed, tmp_path / "analysis")
 
 

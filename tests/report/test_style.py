@@ -1,4 +1,4 @@
-"""One style: pictures, pages and drawings have the same colours, which everybody can tell apart, and both schemes."""
+"""One style: pictures, pages and drawings share colours that everybody can tell apart, in light and dark schemes."""
 
 import itertools
 import re
@@ -16,7 +16,7 @@ from intbmoe.report.style import BLOCKS, CSS, DARK, FAMILIES, INK, METHODS, ON_C
 
 PACKAGE = Path(intbmoe.__file__).parent
 # Machado, Oliveira and Fernandes, A Physiologically-based Model for Simulation of Color Vision Deficiency (2009):
-# what those see who lack one kind of cone, of linear RGB.
+# linear RGB as seen by people who lack one kind of cone.
 LACKING = {
     "red": [[0.152286, 1.052583, -0.204868], [0.114503, 0.786281, 0.099216], [-0.003882, -0.048116, 1.051998]],
     "green": [[0.367322, 0.860646, -0.227968], [0.280085, 0.672501, 0.047413], [-0.011820, 0.042940, 0.968881]],

@@ -4,11 +4,11 @@ import asyncio
 import json
 
 LOOP = asyncio.Runner()
-"""One for all requests: an application belongs to the event loop of its first."""
+"""One event loop for all requests: an application is bound to the loop of its first request."""
 
 
 async def ask(app, path, content=None, headers=()):
-    """One request: status and body."""
+    """Send one request; return status and body."""
     body = b"" if content is None else json.dumps(content).encode()
     scope = {
         "type": "http",
@@ -35,7 +35,7 @@ async def ask(app, path, content=None, headers=()):
 
 
 def ask_all(app, path, contents):
-    """Requests at the same time: their answers' statuses and values."""
+    """Send requests at the same time; return the statuses and values of their answers."""
 
     async def run():
         return await asyncio.gather(*(ask(app, path, content) for content in contents))

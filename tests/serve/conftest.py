@@ -5,7 +5,7 @@ from server import Server
 
 @pytest.fixture(scope="session")
 def recommender(tmp_path_factory):
-    """A server of a fake model with two engines; its artifact is a link."""
+    """A server with a fake model and two engines; its artifact is a symbolic link."""
     folder = tmp_path_factory.mktemp("recommender")
     write_artifact(folder / "one", version="one")
     (folder / "artifact").symlink_to("one")
@@ -17,7 +17,7 @@ def recommender(tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def _server_has_settled(request):
-    """No test leaves the shared server with an engine less, or finds it so."""
+    """After each test, wait until the shared server is idle and has all its engines again."""
     yield
     if "recommender" in request.fixturenames:
         server = request.getfixturevalue("recommender")

@@ -1,11 +1,11 @@
-"""An artifact without a model, for what is about the server: a folder with ``fake.json``, opened by this module.
+"""An artifact without a model, for tests of the server: a folder with ``fake.json``, opened by this module.
 
-A recommendation is a sum over the history; a text repeats its prompt, a letter at a time. ``delay_ms`` is how long a
-batch takes, ``item_ms`` how much longer for each request in it. Some items do things: ``POISON`` ends the process,
+A recommendation is a sum over the history; a text repeats its prompt, one letter at a time. ``delay_ms`` is how long a
+batch takes, ``item_ms`` how much longer for each request in it. Some items have effects: ``POISON`` ends the process,
 ``BUG`` raises, from ``SLOW`` to ``SLOW`` + 99 the batch takes that many hundredths of a second more. With
 ``one_front``, the first front that opens the artifact refuses it, dies of it, or stops. With ``untrusted``, requests
-are encoded by decoders: it takes ``encode_ms``, ``BURN`` computes for ever, ``EAT`` takes a gigabyte, ``CRASH`` ends
-the process, and ``LARGE`` is for the heavy one.
+are encoded by decoders: this takes ``encode_ms``, ``BURN`` computes forever, ``EAT`` takes a gigabyte, ``CRASH`` ends
+the process, and ``LARGE`` goes to the heavy decoder.
 """
 
 import json
@@ -25,7 +25,7 @@ from intbmoe.tasks.serving.fields import HISTORY_FORM, REQUIRED, Flag, Integer, 
 LARGEST = 2**30
 POISON, BUG, SLOW = 2**29 + 1, 2**29 + 2, 2**29 + 900
 BURN, EAT, CRASH, LARGE = 2**29 + 11, 2**29 + 12, 2**29 + 13, 2**29 + 14
-"""Written as sums: Hypothesis tries the numbers that it finds in the source, and these are not for it to find."""
+"""Written as sums, because Hypothesis tries constants from the source code and must not find these."""
 
 
 def write_artifact(folder: Path, **about) -> Path:

@@ -1,4 +1,4 @@
-"""Clients that ask at a given rate whether or not they are answered, as many as there are."""
+"""Sends requests at a given rate whether or not earlier ones are answered."""
 
 import asyncio
 import json
@@ -30,6 +30,6 @@ async def _run(port, rate, seconds, headers):
 
 
 def ask_at(port, rate, seconds, deadline_ms=None):
-    """How many answers of each status there were."""
+    """Count the answers by status."""
     headers = "" if deadline_ms is None else f"x-deadline-ms: {deadline_ms}\r\n"
     return asyncio.run(_run(port, rate, seconds, headers))

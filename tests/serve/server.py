@@ -1,4 +1,4 @@
-"""A server of its own processes for tests, on loopback and a free port."""
+"""A real server in its own processes for tests, on loopback and a free port."""
 
 import http.client
 import json
@@ -31,7 +31,7 @@ class Answer:
 class Server:
     """``with Server(artifact=…, workers=2) as server: server.post("/v1/recommend", {…})``.
 
-    Its engines and fronts are forked, like the supervisor itself; ``fresh``: a Python of their own, as users have it.
+    Its engines and fronts are forked, like the supervisor; with ``fresh`` each starts a new Python, as for users.
     """
 
     def __init__(self, wait=180, fresh=False, **settings):
@@ -117,11 +117,11 @@ class Server:
         return [pid for pid, command in self._children() if "front_process" in command]
 
     def _children(self):
-        """Process ids, and what each runs: a fork has that as its name, and the command of the tests."""
+        """Process ids, and what each runs: the name of a fork, whose command is that of the tests, or the command."""
         for folder in Path("/proc").glob("[0-9]*"):
             try:
                 state, parent = (folder / "stat").read_text().rsplit(")", 1)[1].split()[:2]
-                if int(parent) == self.process.pid and state != "Z":  # one that has ended is no more
+                if int(parent) == self.process.pid and state != "Z":  # zombies have ended
                     name = (folder / "comm").read_text().strip()
                     yield int(folder.name), name if name.endswith("_process") else (folder / "cmdline").read_text()
             except (OSError, ValueError, IndexError):
@@ -129,9 +129,9 @@ class Server:
 
     @staticmethod
     def until(condition, seconds):
-        """``seconds`` would do on an idle machine; what comes true late has come true."""
+        """Wait for ``condition``; ``seconds`` is enough on an idle machine, and four times that is allowed."""
         end = time.monotonic() + 4 * seconds
         while not condition():
             if time.monotonic() > end:
-                raise AssertionError(f"did not come true within {4 * seconds} s")
+                raise AssertionError(f"not true within {4 * seconds} s")
             time.sleep(0.02)

@@ -1,4 +1,4 @@
-"""The program of ``server.py``'s servers: the settings, and with ``forked``, forks in place of fresh processes."""
+"""The program that ``server.py`` starts: takes the settings and, with ``forked``, forks instead of new processes."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""Who may reload: nobody but this machine's own, or who has a key; and no page of another site."""
+"""Who may reload: clients on this machine or with a key, and no page of another site."""
 
 import json
 
@@ -11,7 +11,7 @@ from intbmoe.serve.local import build_app
 from intbmoe.serve.settings import Settings
 
 REACHED = 409
-"""An application in one process does not reload, but says so only to those who may ask."""
+"""The status if the request was allowed: an application in one process cannot reload, and answers 409."""
 
 
 def reload(folder, headers, **settings):
@@ -30,14 +30,14 @@ def test_this_machine_may(tmp_path, host):
 @pytest.mark.parametrize(
     "headers",
     [
-        # A name of another site that has come to stand for 127.0.0.1: to the browser this is the same origin.
+        # Another site's name that now resolves to 127.0.0.1: to the browser, this is the same origin.
         {"host": "other.example:8000", "sec-fetch-site": "same-origin", "origin": "http://other.example:8000"},
         {"host": "other.example:8000"},
         {"host": "localhost.other.example"},
         {"host": "127.0.0.1.other.example:8000"},
         {"host": "other.example@127.0.0.1"},
         {"host": "[::1"},
-        # A form of another site's page, from a browser that does not know Sec-Fetch-Site.
+        # A form on another site's page, sent by a browser that does not know Sec-Fetch-Site.
         {"host": "127.0.0.1:8000", "origin": "https://other.example"},
         {"host": "127.0.0.1:8000", "origin": "null"},
         {"host": "127.0.0.1:8000", "sec-fetch-site": "cross-site"},

@@ -33,7 +33,7 @@ def test_the_padded_rectangle_stays_within_the_budget_and_the_order_is_kept():
     for key, tokens in enumerate([10, 40, 5, 5]):
         assert batcher.submit(Ticket(key, tokens, 1.0)) is None
     first = batcher.take()
-    assert [ticket.key for ticket in first.batch] == [0, 1]  # three of forty would be 120
+    assert [ticket.key for ticket in first.batch] == [0, 1]  # three requests of 40 tokens would be 120
     assert first.padded_tokens == 80
     assert [ticket.key for ticket in batcher.take().batch] == [2, 3]
 
@@ -61,7 +61,7 @@ def test_where_the_fixed_cost_takes_half_the_budget_batches_are_still_made():
         batcher.cost.learn(tokens, 0.040 + 0.0001 * tokens)
     for key in range(500):
         assert batcher.submit(Ticket(key, 1, 100.0)) is None
-    assert len(batcher.take().batch) == pytest.approx(400, abs=1)  # as long again as what is fixed
+    assert len(batcher.take().batch) == pytest.approx(400, abs=1)  # their share takes as long as the fixed cost
 
 
 def test_no_more_batches_are_expected_than_requests():
@@ -151,7 +151,7 @@ def test_the_cost_model_is_never_negative_and_never_fails(batches):
 
 
 class EveryRequestEndsOnce(RuleBasedStateMachine):
-    """Whatever is submitted, cancelled and taken in whatever order."""
+    """Requests submitted, cancelled and taken in any order."""
 
     keys = Bundle("keys")
 
@@ -205,7 +205,7 @@ class EveryRequestEndsOnce(RuleBasedStateMachine):
             self.end(ticket.key, "expired")
         for key in keys:
             self.end(key, "taken")
-        assert head in self.ended  # nobody is passed over
+        assert head in self.ended  # no request is skipped
         left = [key for key in self.waiting if key not in self.ended]
         assert keys == sorted(keys)  # in the order of arrival
         assert not keys or not left or left[0] > keys[-1]

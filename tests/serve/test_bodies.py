@@ -1,4 +1,4 @@
-"""Bodies of requests: what they may take together, and clients that still send when they have their answer."""
+"""Bodies of requests: their total memory, and clients that are still sending when they get their answer."""
 
 import asyncio
 import json
@@ -54,7 +54,7 @@ def make_app(folder, patience_s=20.0, **about):
 
 
 async def until_held(app, size):
-    """Wait until the app holds so many bytes of bodies."""
+    """Wait until the app holds ``size`` bytes of bodies."""
     async with asyncio.timeout(20):
         while await held(app) != size:
             await asyncio.sleep(0.01)
@@ -67,7 +67,7 @@ async def held(app):
 
 
 class Client:
-    """A request whose parts are sent when the test says; ``announced`` is its Content-Length."""
+    """A request whose parts are sent when the test asks; ``announced`` is its Content-Length."""
 
     def __init__(self, app, announced=None, path=PATH):
         headers = [(b"content-type", b"application/json")]
@@ -204,7 +204,7 @@ def test_no_request_is_larger_than_all_may_be_together(tmp_path):
     app = build_app(Settings(**settings, body_memory_mb=1000 / 2**20))
     assert call(app, PATH, {"history": [1] * 100, "top_n": 1})[0] == 200
     status, body = call(app, PATH, {"history": [1] * 500})
-    assert status == 413  # not 429: it would be refused for ever
+    assert status == 413  # not 429, because it would always be refused
     assert "1000 bytes" in json.loads(body)["error"]["message"]
     with pytest.raises(ValueError, match=r"body_memory_mb=1.0 is not allowed.*body_bytes=2000000"):
         Settings(**settings, body_memory_mb=1.0, body_bytes=2_000_000).check()
@@ -214,7 +214,7 @@ def test_no_request_is_larger_than_all_may_be_together(tmp_path):
 
 @pytest.fixture(scope="module")
 def port(tmp_path_factory):
-    """Of a front's HTTP server in a thread, with a patience of a second."""
+    """The port of a front's HTTP server in a thread, with a patience of one second."""
     app = make_app(tmp_path_factory.mktemp("artifact"))
     server = uvicorn.Server(
         uvicorn.Config(app, http=patient_protocol(1.0, Crowd()), lifespan="off", log_level="critical")

@@ -1,4 +1,4 @@
-"""Connections of clients that misbehave: what they send ahead, and what they do not read."""
+"""Connections of misbehaving clients: those that send many requests ahead, and those that do not read."""
 
 import contextlib
 import json
@@ -77,7 +77,7 @@ def test_a_head_sent_ahead_of_an_answer_is_bounded_too(server):
 
 
 def test_clients_that_were_refused_are_read_again_one_after_the_other(server, monkeypatch):
-    """Each asks again at once: all of them together get no more refusals than one at a time, others their answers."""
+    """Each asks again at once: together they get no more refusals than one would, and other clients are answered."""
     monkeypatch.setattr(connection, "REFUSAL_S", 0.1)
     refused, late = [], request(1).replace(b"host: x", b"host: x\r\nx-deadline-ms: 0.0001")
     started = time.monotonic()
@@ -116,7 +116,7 @@ def test_two_requests_sent_at_once_are_both_answered(server):
 
 
 def test_who_does_not_read_is_cut_off(server):
-    """Closing would wait until all is read."""
+    """Closing normally would wait until the client has read everything."""
     with connect(server) as client:
         client.sendall(PAGE * (SENT_AHEAD // 2))
         assert open_connections(server, 1, 1) == 1
@@ -125,7 +125,7 @@ def test_who_does_not_read_is_cut_off(server):
 
 
 def test_few_requests_are_kept_for_who_sends_many_ahead(server):
-    """Each answer let uvicorn read some thousand more."""
+    """Each answer used to let uvicorn read some thousand more."""
     with connect(server) as client:
         end = time.monotonic() + 10
         with pytest.raises(ConnectionError):  # noqa: PT012 — what is under way may still be taken
@@ -178,7 +178,7 @@ def test_connections_far_beyond_the_most_are_closed_unheard(server, monkeypatch)
 
 
 def test_who_is_idle_makes_room_for_who_comes(server, monkeypatch):
-    """Idle connections of one client kept all others out for as long as they were kept alive."""
+    """One client's idle connections used to keep all others out for as long as they were kept alive."""
     monkeypatch.setattr(server.config, "limit_concurrency", 10)
     idle = [connect(server) for _ in range(30)]
     assert open_connections(server, 9, 2) <= 10
@@ -239,7 +239,7 @@ def left(server):
 
 @pytest.mark.parametrize("size", [-100, 100, 40_000])
 def test_a_head_is_as_long_as_documented(server, size):
-    """What came in one piece was accepted to 256 kB."""
+    """A head in one piece used to be accepted up to 256 kB."""
     head = b"GET /health/live HTTP/1.1\r\nhost: x\r\nx: "
     with connect(server) as client:
         client.sendall(head + b"y" * (HEADERS_BYTES + size - len(head)) + b"\r\n\r\n")

@@ -1,4 +1,4 @@
-"""Processes that decode what strangers send: whatever they are sent, it costs no more than it may, and others go on."""
+"""Processes that decode untrusted input: no input costs more than it may, and other requests go on."""
 
 import asyncio
 import os
@@ -14,7 +14,7 @@ from intbmoe.serve.http import HttpError
 
 @pytest.fixture(scope="module")
 def encode(tmp_path_factory):
-    """Encodes several requests at once: of each what came back, and in how many seconds."""
+    """Encodes several requests at once; returns the result and the seconds of each."""
     path = os.environ.get("PYTHONPATH", "")
     os.environ["PYTHONPATH"] = os.pathsep.join([str(HERE), str(SOURCE), path])
     artifact = write_artifact(tmp_path_factory.mktemp("artifact"), untrusted=True, encode_ms=1)
@@ -40,7 +40,7 @@ def encode(tmp_path_factory):
         return await asyncio.gather(*(one(items, *times) for items in requests))
 
     def encode(*requests, seconds=20.0, leaves=None):
-        """``seconds`` is how long a client says that it waits, ``leaves`` when it is gone."""
+        """``seconds`` is how long a client says it will wait, ``leaves`` is when it disconnects."""
         return runner.run(several(requests, seconds, leaves))
 
     encode.decoders, encode.runner = decoders, runner
@@ -64,7 +64,7 @@ def test_requests_are_encoded_as_in_the_front(encode):
 
 @pytest.mark.parametrize("bomb", [BURN, CRASH])
 def test_who_spends_more_than_it_may_is_ended_and_others_go_on(encode, bomb):
-    """Each takes a decoder with it; the others wait for the next ones, not for the bombs."""
+    """Each bomb ends a decoder; other requests wait for the next decoder, not for the bombs."""
     found = encode(*([[bomb]] * 6), *([[number] for number in range(1, 20)]))
     for refused, _ in found[:6]:
         assert refused.status == 422

@@ -1,4 +1,4 @@
-"""Deadlines under overload, in virtual time: as many requests are answered as without, the others refused at once."""
+"""Overload in virtual time: with deadlines as many requests are answered as without, and the others refused at once."""
 
 import contextlib
 from collections import Counter
@@ -10,7 +10,7 @@ from intbmoe.serve.door import Door, refuse_late
 from intbmoe.serve.http import HttpError
 
 CAPACITY, SECONDS = 100, 1
-"""Requests per second that the model computes, and two decoders encode."""
+"""Requests per second that the model computes, and that two decoders encode."""
 LIMITS = {
     "model": {"item_ms": 10},
     "decoders": {"untrusted": True, "encode_ms": 20},
@@ -32,7 +32,7 @@ def serve(monkeypatch):
 
 
 def goodput(found, deadline_ms):
-    """Answers per second: those that came last are answered until their deadline."""
+    """Answers per second; the last requests may be answered until their deadline."""
     assert set(found) <= {200, 429, 504}
     return found[200] / (SECONDS + deadline_ms / 1000)
 
@@ -54,7 +54,7 @@ def test_clients_that_ask_again_at_once_take_no_answers_from_each_other(serve, l
 
 
 def test_the_engine_is_never_idle_while_someone_with_time_is_refused(serve):
-    """Also where the estimate is twenty times too high: after a pause of the whole machine, for example."""
+    """Even if the estimate is twenty times too high, for example after the whole machine has paused."""
     server = serve(**LIMITS["model"])
     for _ in range(100):
         leave = server.door.enter()
@@ -62,7 +62,7 @@ def test_the_engine_is_never_idle_while_someone_with_time_is_refused(serve):
         leave(teaches=True)
         server.line.engine.batcher.cost.learn(1, 0.2)
     found = server.open_loop(6 * CAPACITY, SECONDS, 150)
-    assert found[200] > 0.8 * CAPACITY * SECONDS, found  # one at a time until it is corrected
+    assert found[200] > 0.8 * CAPACITY * SECONDS, found  # one at a time until the estimate is corrected
     before = server.line.computing_s
     found = server.open_loop(6 * CAPACITY, SECONDS, 150)
     assert server.line.computing_s - before > 0.95 * SECONDS, found
@@ -95,7 +95,7 @@ def test_the_door_knows_those_inside_and_how_long_they_took():
     now[0] = 0.2
     second(teaches=True)
     second(teaches=True)
-    assert door.expected_seconds() == 0  # nobody is inside
+    assert door.expected_seconds() == 0  # no request is inside
     aside = door.enter()
     assert door.expected_seconds() == pytest.approx(2 * 0.1)
     now[0] = 5.0
@@ -108,4 +108,4 @@ def test_the_door_knows_those_inside_and_how_long_they_took():
     now[0] = 15.0
     inside(teaches=True)
     door.enter()
-    assert door.expected_seconds() == pytest.approx(2 * 10, rel=0.01)  # what was long ago is forgotten
+    assert door.expected_seconds() == pytest.approx(2 * 10, rel=0.01)  # old measurements are forgotten

@@ -20,7 +20,7 @@ class Clock:
 
 @pytest.fixture
 def clock(monkeypatch):
-    """The engine's clock, which only the fake model's pauses move: no other process on the machine does."""
+    """The engine's clock, which only the fake model's pauses advance, so that a busy machine changes nothing."""
     clock = Clock()
     monkeypatch.setattr("fake_model.sleep", clock.sleep)
     return clock
@@ -65,7 +65,7 @@ def test_one_bad_request_does_not_take_its_batch_with_it(clock):
 
 
 def test_a_failed_gpu_ends_the_engine(clock, monkeypatch):
-    """It would fail every request from then on, and call itself ready."""
+    """Otherwise it would fail every later request and still report that it is ready."""
     engine = make(clock)
 
     def fail(batch):
@@ -78,7 +78,7 @@ def test_a_failed_gpu_ends_the_engine(clock, monkeypatch):
 
 
 def test_a_text_that_is_explained_is_written_step_by_step_too(clock, monkeypatch):
-    """Written whole it kept the engine from all else, and, on a slow model, silent for so long that it was ended."""
+    """Written in one go, it used to block the engine and, with a slow model, got it ended because it was silent."""
     engine = make(clock, "generate")
 
     def explain(encoded, new):
@@ -87,7 +87,7 @@ def test_a_text_that_is_explained_is_written_step_by_step_too(clock, monkeypatch
         return {"tokens": list(new)}
 
     def whole(batch):
-        raise AssertionError("a text is not written at one go")
+        raise AssertionError("a text must not be written in one go")
 
     monkeypatch.setattr(engine.predictor, "answer", whole)
     monkeypatch.setattr(engine.predictor, "explain", explain, raising=False)
@@ -178,7 +178,7 @@ def test_golden_requests_are_checked_and_teach_the_cost(clock, tmp_path):
 
 
 def test_graphs_are_recorded_for_what_the_batcher_can_take(clock, tmp_path, monkeypatch):
-    """After the golden requests have been answered without them, and before the cost is learned."""
+    """They are recorded after the golden requests were answered without them, and before the cost is learned."""
     opened = open_artifact(write_artifact(tmp_path))
     predictor, seen = opened.encoder, []
     answer = predictor.answer
@@ -192,7 +192,7 @@ def test_graphs_are_recorded_for_what_the_batcher_can_take(clock, tmp_path, monk
 
 
 def test_texts_that_wait_together_are_written_together(clock, tmp_path):
-    """Nobody waits for the end of a text: the time of a step bounds a batch, not that of an answer."""
+    """No text waits for the end of another: a batch is bounded by the time of a step, not of a whole answer."""
     opened = open_artifact(write_artifact(tmp_path, action="generate", delay_ms=10))
     engine = Engine(opened.encoder, Settings(artifact="", budget_ms=60), clock=clock)
     warm_up(engine, opened.golden)

@@ -22,7 +22,7 @@ IMAGE = 224
 
 
 class Classifier:
-    """Says nothing of an image, slowly; ``sizes`` are those of its batches."""
+    """A slow fake classifier; ``sizes`` has the sizes of its batches."""
 
     action, streams = "classify", False
 
@@ -36,7 +36,7 @@ class Classifier:
 
 
 def test_requests_that_do_not_fit_a_socket_together_are_computed_together(tmp_path):
-    """A socket holds some 200 kB, and an image has 150: each batch was of one or two."""
+    """A socket holds some 200 kB and an image has 150, so batches used to have one or two requests."""
     path, classifier, count = str(tmp_path / "engine"), Classifier(), 32
     engine = Engine(classifier, Settings(artifact="", budget_ms=2000, batch_tokens=10**7))
 
@@ -61,7 +61,7 @@ def test_requests_that_do_not_fit_a_socket_together_are_computed_together(tmp_pa
         assert asyncio.run(run()) == [number * IMAGE * IMAGE * 3 for number in range(count)]
         assert sum(classifier.sizes) == count
         assert len(classifier.sizes) <= count // 4
-        ours.close()  # without its supervisor it ends
+        ours.close()  # it ends without its supervisor
         process.join(5)
         assert not process.is_alive()
 
@@ -94,12 +94,12 @@ def test_told_to_drain_it_answers_until_its_last_front_has_gone(tmp_path):
 
 
 class EndedError(Exception):
-    """In place of the end of this process."""
+    """Raised in place of ending this process."""
 
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_an_engine_ends_at_once_also_when_it_fails(tmp_path, monkeypatch, caplog, fails):
-    """As with its GPU: until its process has ended, its requests are not sent to another."""
+    """For example with a GPU error: its requests go to another engine only after its process has ended."""
 
     def run(self):
         if fails:

@@ -16,7 +16,7 @@ from intbmoe.tasks.serving.requests import Encoded, RequestError
 
 
 class Encoder:
-    """Takes ``seconds``, or refuses."""
+    """An encoder that takes ``seconds``, or refuses."""
 
     action, streams, request_schema = "wait", False, {}
 
@@ -31,7 +31,7 @@ class Encoder:
 
 
 def encode(encoder, deadline_s=5.0, size=LARGE_BODY, request=()):
-    """How a call ended, whether it was encoded, and the longest that the event loop was not heard of meanwhile."""
+    """How a call ended, whether it was encoded, and the longest time that the event loop was blocked."""
 
     async def run():
         call = Call(json.dumps(dict(request)).encode().ljust(size), time.monotonic() + deadline_s)
@@ -86,13 +86,13 @@ def test_json_that_costs_more_than_a_request_may_is_refused_before_it_is_parsed(
     most = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert refusal.value.status == 422
-    assert most < 2.5 * len(bomb)  # as text, to look for what is wrong; parsed it would be up to thirty times as much
+    assert most < 2.5 * len(bomb)  # as text, to find what is wrong; parsed, it would take up to thirty times as much
 
 
 def test_what_the_schema_allows_is_parsed_however_many_brackets_are_in_its_strings():
     body = json.dumps({"history": [{"a": 1}] * 100, "name": '[,{"\\' * 100_000}).encode()
     assert len(parse_json(body, MOST)["history"]) == 100
-    too_many = json.dumps({"history": [{"a": 1}] * 130}).encode()  # the schema's own message says it better
+    too_many = json.dumps({"history": [{"a": 1}] * 130}).encode()  # left to the schema, whose message is better
     assert len(parse_json(too_many, MOST)["history"]) == 130
 
 

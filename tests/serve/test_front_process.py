@@ -1,4 +1,4 @@
-"""A front's process, told what to do by a test in place of the supervisor."""
+"""A front's process, controlled by a test in place of the supervisor."""
 
 import json
 import os
@@ -23,7 +23,7 @@ from intbmoe.serve.settings import Settings
 
 
 class FrontAlone:
-    """The process of one that takes the place of another; ``events`` has what it says."""
+    """The process of a front that replaces another; ``events`` has its messages."""
 
     def __init__(self, artifact, hears=True):
         self.artifact = str(artifact)
@@ -69,7 +69,7 @@ def front(tmp_path):
 
 
 def test_who_is_not_ready_yet_ends_when_told(front):
-    """It waited to be ready first, and the server's end for that."""
+    """It used to wait until it was ready, and the server's shutdown waited for it."""
     front.says("alive")
     front.tell(do="drain")
     started = time.monotonic()
@@ -78,7 +78,7 @@ def test_who_is_not_ready_yet_ends_when_told(front):
 
 
 def test_it_ends_with_a_supervisor_that_left_messages_unread(tmp_path):
-    """The system reports that as an error, not as an end: the front stayed, and kept the port."""
+    """The system reports that as an error, not as end of file: the front used to stay and keep the port."""
     front = FrontAlone(write_artifact(tmp_path), hears=False)
     try:
         assert select.select([front.control], [], [], 120)[0]
@@ -89,7 +89,7 @@ def test_it_ends_with_a_supervisor_that_left_messages_unread(tmp_path):
 
 
 def test_where_there_is_no_engine_just_now_clients_are_told(front):
-    """It ended itself, again and again, and clients waited on the port for as long."""
+    """It used to end itself again and again, while clients waited on the port."""
     front.tell(do="serve", number=1, artifact=front.artifact, version="one", engines=[])
     front.says("serving")
     url = f"http://127.0.0.1:{front.listener.getsockname()[1]}/v1/recommend"
@@ -98,7 +98,7 @@ def test_where_there_is_no_engine_just_now_clients_are_told(front):
         urllib.request.urlopen(asked, timeout=10)
     assert "no engine is running" in json.loads(refusal.value.read())["error"]["message"]
     assert refusal.value.headers["retry-after"] == "1"
-    # A new version is another matter: the old one serves on.
+    # A new version without engines is refused, because the old one can keep serving.
     front.tell(do="prepare", number=2, artifact=front.artifact, version="one", engines=[])
     front.says("cannot")
     front.tell(do="drain")

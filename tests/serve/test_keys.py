@@ -1,4 +1,4 @@
-"""Keys while a server runs: changed for all fronts at once, and never lost with their file."""
+"""Keys of a running server: changed for all fronts at once, and not lost if their file is."""
 
 import os
 import signal
@@ -46,7 +46,7 @@ def test_keys_change_for_all_fronts_at_once_and_outlive_their_file(tmp_path):
     with Server(artifact=write_artifact(tmp_path / "artifact"), fronts=2, api_key_file=str(file)) as server:
 
         def statuses(key):
-            """Each on a new connection, so that both fronts are asked."""
+            """Statuses of requests, each on a new connection, so that both fronts are asked."""
             return {server.post(PATH, BODY, {"authorization": f"Bearer {key}"}).status for _ in range(12)}
 
         assert (statuses("one"), statuses("two")) == ({200}, {401})

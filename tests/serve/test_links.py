@@ -103,7 +103,7 @@ def test_with_one_engine_there_is_no_choice():
 
 
 def test_what_an_engine_does_not_read_is_not_heaped_up_for_it(tmp_path, monkeypatch):
-    """Clients have been told long ago, but their requests would still be in the front's memory."""
+    """Otherwise requests whose clients were answered long ago would stay in the front's memory."""
     monkeypatch.setattr(links, "UNSENT_BYTES", 2**20)
     path, size = str(tmp_path / "engine"), 100_000
 
@@ -122,7 +122,7 @@ def test_what_an_engine_does_not_read_is_not_heaped_up_for_it(tmp_path, monkeypa
                 dispatcher.send(call)
                 outcomes.append((await call.done).name)
             assert set(outcomes) == {"expired", "refused"}
-            assert outcomes.count("expired") * size < 2**20 + 500_000  # and what the system holds
+            assert outcomes.count("expired") * size < 2**20 + 500_000  # plus what the system buffers
             accepted, _ = engine.accept()
             with accepted:
                 accepted.settimeout(0.2)
@@ -133,6 +133,6 @@ def test_what_an_engine_does_not_read_is_not_heaped_up_for_it(tmp_path, monkeypa
                 call = Call(b"{}", time.monotonic() + 0.01)
                 await call.encode(made)
                 dispatcher.send(call)
-                assert (await call.done).name == "expired"  # it is asked again
+                assert (await call.done).name == "expired"  # the engine is asked again
 
     asyncio.run(run())

@@ -1,4 +1,4 @@
-"""The benchmark's load generator: latency counts from the intended arrival, whatever server and connections do."""
+"""The benchmark's load generator: latency counts from the intended arrival, whatever the server and connections do."""
 
 import asyncio
 import itertools
@@ -29,7 +29,7 @@ LAST = b"HTTP/1.1 200 OK\r\nconnection: close\r\ncontent-length: 2\r\n\r\n{}"
 
 
 class Server:
-    """Gives ``answer(number of the request)``; ``stall`` = (after so many requests, seconds) stops everything once."""
+    """Answers ``answer(request number)``; ``stall`` = (requests, seconds) is one pause after that many requests."""
 
     def __init__(self, answer=lambda number: OK, stall=None):
         self.answer, self.stall = answer, stall
@@ -62,7 +62,7 @@ class Server:
             while await reader.readexactly(len(REQUEST)):
                 self.requests += 1
                 if self.stall and self.requests == self.stall[0]:
-                    time.sleep(self.stall[1])  # nobody is served meanwhile
+                    time.sleep(self.stall[1])  # no request is served meanwhile
                 answer = self.answer(self.requests)
                 if answer is None:
                     writer.close()
@@ -98,7 +98,7 @@ def test_a_stall_shows_in_every_request_that_was_due_in_it(most_connections):
         figures = send(load, [REQUEST])
     latencies = figures["latencies_ms"]
     assert len(latencies) == figures["due"] == 200
-    # While the server stands still for 0.2 s, 40 requests become due, one every 5 ms, and each waits at least for what
+    # While the server pauses for 0.2 s, 40 requests become due, one every 5 ms, and each waits at least for what
     # is left. Counting from when a request is sent would show one slow request for each connection.
     slowest = sorted(latencies, reverse=True)
     for number in range(int(200 * stall) - 1):
@@ -144,7 +144,7 @@ def test_what_is_sent_to_warm_up_does_not_count():
         step = run(server, warm_s=0.5)
         assert step.due == step.answered == 100
         assert server.requests == 200
-    # Those of the warm-up would make it 400. A few of either may be answered on the other side of the window's ends.
+    # Counting the warm-up would give 400. A few answers may fall on the other side of the window's edges.
     assert 0 < step.throughput < 300
 
 
@@ -179,7 +179,7 @@ serve_load.main(sys.argv[1])
 
 
 def test_figures_of_many_requests_arrive_whole(tmp_path):
-    """A pipe holds 65,536 bytes: a signal that interrupts writing more must not cut the line, unbuffered or not."""
+    """A pipe holds 65,536 bytes: a signal that interrupts a longer write must not cut the line, buffered or not."""
     file = tmp_path / "requests.json"
     file.write_text(json.dumps({"path": "/v1/recommend", "bodies": [BODY.decode()]}))
     environment = {**os.environ, "PYTHONUNBUFFERED": "1", "PYTHONPATH": str(SCRIPTS)}
@@ -190,7 +190,7 @@ def test_figures_of_many_requests_arrive_whole(tmp_path):
         load = Load(port=nobody.getsockname()[1], rate=30_000, seconds=0.5, arrivals="fixed", patience_s=0.2)
         client.stdin.write(json.dumps(asdict(load)) + "\n")
         client.stdin.close()
-        time.sleep(2)  # so long the client waits for a reader
+        time.sleep(2)  # the client waits for a reader meanwhile
         ready, figures = client.stdout.readlines()
     assert json.loads(ready) == {}
     assert len(figures) > 65_536

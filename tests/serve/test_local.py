@@ -37,7 +37,7 @@ def test_a_source_tree_that_is_not_installed_is_described_too(tmp_path, monkeypa
 
 
 def test_the_wait_while_others_are_computed_is_counted(tmp_path):
-    """It is in the inbox, as it would be in a socket, and the engine knows nothing of it."""
+    """The request waits in the inbox, as it would in a socket, where the engine does not see it."""
     app = build_app(Settings(artifact=str(write_artifact(tmp_path)), loader="fake_model"))
 
     async def run():
@@ -81,7 +81,7 @@ def test_an_engine_that_hangs_or_has_ended_is_not_healthy(tmp_path, monkeypatch,
 
 
 class GpuFailedError(RuntimeError):
-    """What an engine does not survive."""
+    """An error that an engine does not survive."""
 
 
 @pytest.mark.parametrize("action", ["recommend", "generate"])
@@ -95,7 +95,7 @@ def test_when_the_engine_dies_those_that_wait_are_told(tmp_path, monkeypatch, ca
     path, content = f"/v1/{action}", {"history": [1]} if action == "recommend" else {"prompt": "a", "stream": True}
 
     def die(self):
-        time.sleep(0.1)  # until the others wait too
+        time.sleep(0.1)  # until the other requests wait too
         raise GpuFailedError
 
     monkeypatch.setattr("intbmoe.serve.engine.Engine.step", die)

@@ -1,4 +1,4 @@
-"""Figures of processes that have ended."""
+"""Metrics of processes that have ended."""
 
 import fcntl
 import subprocess
@@ -30,7 +30,7 @@ def folder(tmp_path, monkeypatch):
 
 
 def run_process(count):
-    """One that counts ``count`` requests and ends; its number."""
+    """Run a process that counts ``count`` requests and ends; return its id."""
     command = [sys.executable, "-c", PROGRAM, metrics.__file__, str(count)]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     return int(done.stdout)
@@ -64,7 +64,7 @@ def test_while_figures_are_read_none_is_handed_over(folder, caplog):
     before = figures()
     with open(folder / "lock", "w") as file:
         fcntl.flock(file, fcntl.LOCK_SH)
-        metrics.forget_process(pid, folder)  # and nobody waits
+        metrics.forget_process(pid, folder)  # which does not wait for the lock
         assert (folder / f"counter_{pid}.db").exists()
     assert "stay in a file of their own" in caplog.text
     key = "intbmoe_requests_total", (("action", "recommend"), ("outcome", "answered"))

@@ -1,4 +1,4 @@
-"""More requests than can be answered: as many are answered with a deadline as without, the others refused at once."""
+"""Overload of a real server: with deadlines as many requests are answered as without, the others refused at once."""
 
 import pytest
 from fake_model import write_artifact
@@ -20,7 +20,7 @@ def check(port, times, seconds):
     without = ask_at(port, times * CAPACITY, seconds)
     within = ask_at(port, times * CAPACITY, seconds, DEADLINE_MS)
     assert set(without) | set(within) <= {200, 429, 504}
-    # Without a deadline of its own a request has 600 ms: so long the server goes on after the last was sent.
+    # The default deadline is 600 ms: the server goes on that long after the last request was sent.
     wanted = 0.8 * without[200] * (seconds + DEADLINE_MS / 1000) / (seconds + 0.6)
     assert within[200] >= wanted, (within, without)
     assert within[429] > within[504], within

@@ -33,7 +33,7 @@ def browser():
 
 @pytest.fixture
 def open_page(browser):
-    """Opens the page; at the end nothing may stand in the console and nothing may have been loaded from elsewhere."""
+    """Opens the page; at the end the console must be empty, and nothing may have been loaded from elsewhere."""
     contexts, said, asked = [], [], []
 
     def open_at(url, width=1000, scheme="light"):

@@ -37,7 +37,7 @@ def test_two_fronts_share_a_port_and_their_figures_are_added_up(tmp_path):
         killed = fronts(server)[0]
         os.kill(killed, signal.SIGKILL)
         server.until(lambda: len(set(fronts(server)) - {killed}) == 2, 60)
-        # The port of a front that is starting keeps connections waiting: they are answered late, not refused.
+        # Connections to the port of a front that is starting wait: they are answered late, not refused.
         assert [server.post(PATH, {"history": [n]}).status for n in range(20)] == [200] * 20
         assert server.metrics()[name] == 120.0
 
@@ -93,7 +93,7 @@ def test_a_front_that_comes_back_to_another_version_has_it_served(tmp_path):
 
 
 def test_an_engine_that_finds_a_broken_version_comes_back_when_it_is_mended(tmp_path):
-    """Though nobody asks for a reload, and the first one, which it starts itself, fails."""
+    """Even if no client asks for a reload, and the first one, which it starts itself, fails."""
     with Server(artifact=write_artifact(tmp_path)) as server:
         write_artifact(tmp_path, version="two", wrong_golden=True)
         os.kill(server.engine_pids()[0], signal.SIGKILL)
@@ -125,7 +125,7 @@ def test_an_engine_that_hangs_while_it_is_left_does_not_survive_the_server(tmp_p
 
 
 def test_nothing_survives_a_killed_supervisor(tmp_path):
-    with Server(artifact=write_artifact(tmp_path), fresh=True) as server:  # whose folder is in an engine's command
+    with Server(artifact=write_artifact(tmp_path), fresh=True) as server:  # so that an engine's command has the folder
         children = dict(server._children())
         [engine] = server.engine_pids()
         folder = Path(children[engine].split("\0")[-3]).parent
@@ -133,7 +133,7 @@ def test_nothing_survives_a_killed_supervisor(tmp_path):
         server.process.wait()
         server.until(lambda: not any(_is_alive(pid) for pid in children), 10)
         assert folder.name.startswith("intbmoe-")
-        shutil.rmtree(folder)  # what only the supervisor could have done
+        shutil.rmtree(folder)  # only the supervisor could have removed it
 
 
 def test_a_broken_artifact_ends_the_start_with_its_reason(tmp_path):
@@ -151,11 +151,11 @@ def _is_alive(pid):
 
 
 def test_a_front_in_reserve_takes_the_place_of_one_that_dies(tmp_path):
-    """Clients waited on the port for as long as a new process took to start: seconds, and eleven under load."""
+    """Clients used to wait on the port until a new process had started: seconds, and eleven of them under load."""
     with Server(artifact=write_artifact(tmp_path), spare=True) as server:
         for _ in range(3):
             server.until(lambda: len(fronts(server)) == 2, 30)
-            time.sleep(15)  # the second of them is ready then
+            time.sleep(15)  # by then the second one is ready
             serving = min(fronts(server))
             os.kill(serving, signal.SIGKILL)
             started = time.monotonic()

@@ -1,4 +1,4 @@
-"""The server on Ray Serve: the same answers, new versions under load, and a machine that is lost."""
+"""The server on Ray Serve: the same answers, new versions under load, and the loss of a machine."""
 
 import json
 import os
@@ -70,7 +70,7 @@ class Nodes:
         return states.get("RUNNING", 0)
 
     def lose_second(self):
-        """As if its power failed: the replica there, and all that belongs to the node."""
+        """Kill the second node, with its replica and all its processes, as a power failure would."""
         raylet = self.second.all_processes["raylet"][0].process.pid
         for process in psutil.Process(raylet).children(recursive=True):
             process.kill()
@@ -116,7 +116,7 @@ def nodes():
 
 
 class Load:
-    """Clients that ask one request after another: (when it ended, status, version, client) of each."""
+    """Clients that send one request after another; records (end time, status, version, client) of each."""
 
     def __init__(self, nodes, clients=8):
         self.answers, self._end = [], threading.Event()
@@ -138,7 +138,7 @@ class Load:
             thread.join()
 
     def wait_for(self, number):
-        """Until so many more are answered."""
+        """Wait until that many more requests are answered."""
         until = len(self.answers) + number
         for _ in range(600):
             if len(self.answers) >= until:
@@ -217,6 +217,6 @@ def test_when_a_machine_is_lost_only_what_was_in_flight_there_fails(nodes, tmp_p
         nodes.lose_second()
         load.wait_for(100)
     failed = Counter(client for _, status, _, client in load.answers if status != 200)
-    assert 0 < len(failed) < 8  # those whose request was there; it is some, or this shows nothing
+    assert 0 < len(failed) < 8  # those whose request was on that node; without any, the test would show nothing
     assert set(failed.values()) == {1}, "a client's next request failed too"
     assert {status for _, status, *_ in load.answers} == {200, 500}

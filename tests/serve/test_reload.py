@@ -42,7 +42,7 @@ def point_to(server, name):
 
 
 class Persistent:
-    """Asks again where the connection broke: that of a process that is killed does."""
+    """A client that asks again if the connection breaks, as it does when its process is killed."""
 
     def __init__(self, server):
         self.server = server
@@ -69,7 +69,7 @@ def test_what_one_front_does_not_serve_no_front_serves(two_fronts, what, why):
     point_to(server, what)
 
     def reload():
-        server.process.send_signal(signal.SIGHUP)  # not over HTTP: the front that has the request may be the one
+        server.process.send_signal(signal.SIGHUP)  # HTTP might reach the front that fails
         server.until(lambda: any(f"cannot serve version {what}" in line for line in server.log), 60)
 
     answers = load_during(server if what == "refuses" else Persistent(server), reload)
@@ -101,7 +101,7 @@ def test_the_next_version_is_served_by_both(two_fronts):
 
 
 class FakeFront:
-    """Answers what it is asked with the next of ``events``; None keeps silent."""
+    """Answers each message with the next of ``events``; None means no answer."""
 
     pid = 7
     is_running = True
@@ -142,7 +142,7 @@ class FakeEngines:
 
 
 def reload(*fronts, error=None):
-    """What a supervisor answers, with its old and new engines, and the fronts."""
+    """What a supervisor answers to a reload, its old and new engines, and the fronts."""
 
     async def run():
         owner = supervising.Supervisor(Settings(artifact=""), SimpleNamespace(), print)
@@ -186,7 +186,7 @@ def test_a_front_that_was_prepared_and_does_not_switch_is_replaced(monkeypatch):
 
 
 def test_a_reload_does_not_begin_before_all_fronts_have_started(monkeypatch):
-    """Who is waited for is known for one thing at a time: the start would have been taken for failed."""
+    """The supervisor waits for one operation at a time; otherwise the start would count as failed."""
     monkeypatch.setattr(supervising, "START_S", 1.0)
 
     async def run():
@@ -207,7 +207,7 @@ def test_a_reload_does_not_begin_before_all_fronts_have_started(monkeypatch):
 
 
 def test_a_version_that_was_opened_too_late_leaves_its_engines():
-    """They end when every front has closed its connection."""
+    """The front must leave them, because engines end only when every front has closed its connection."""
     opened = SimpleNamespace(encoder=SimpleNamespace(action="recommend", request_schema={}))
     front = SimpleNamespace(_dispatcher=Dispatcher(), _prepared=None, _ready=asyncio.Event())
     front._ready.set()
@@ -255,7 +255,7 @@ def test_a_reload_that_fails_in_any_way_is_answered(error, caplog):
 
 
 def test_a_link_to_engines_that_are_left_is_closed_again(tmp_path):
-    """An engine that is to end waits until every front has closed its connection."""
+    """An engine that should end waits until every front has closed its connection."""
 
     async def run():
         closed, connections = asyncio.Event(), []
@@ -274,7 +274,7 @@ def test_a_link_to_engines_that_are_left_is_closed_again(tmp_path):
         await asyncio.wait_for(closed.wait(), 2)
         assert len(connections) == 1
         closed.clear()
-        await dispatcher.connect(served, path)  # it was asked for before the others were switched to
+        await dispatcher.connect(served, path)  # requested before the switch to the other engines
         await asyncio.wait_for(closed.wait(), 2)
         engine.close()
 

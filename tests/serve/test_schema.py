@@ -23,12 +23,12 @@ CONFORMANCE = (
     schemathesis.checks.response_schema_conformance,
 )
 EXCLUDED = ("/v1/reload",)
-"""Loads a model each time: it has tests of its own."""
+"""Each call loads a model; it has its own tests."""
 
 
 def operations(server):
     document = server.get("/openapi.json").json
-    # A deadline of a millisecond is rightly answered 504: here all of them are the longest there is.
+    # A deadline of a millisecond would rightly be answered with 504, so all requests get the longest one.
     [deadline] = document["paths"]["/v1/recommend"]["post"]["parameters"]
     deadline["schema"]["minimum"] = server.settings["deadline_ms"]
     schema = schemathesis.openapi.from_dict(document)

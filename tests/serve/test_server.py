@@ -1,4 +1,4 @@
-"""A server of real processes, with a model that is not one: what HTTP clients see."""
+"""What HTTP clients see of a server of real processes with a fake model."""
 
 import json
 import os
@@ -78,7 +78,7 @@ def test_deadlines(recommender):
     started = time.monotonic()
     answer = recommender.post(PATH, {"history": [SLOW + 99]}, {"x-deadline-ms": "100"})
     assert answer.status == 504
-    assert 0.05 < time.monotonic() - started < 0.99  # so long the model takes: nobody waited for it
+    assert 0.05 < time.monotonic() - started < 0.99  # less than the model takes: the answer did not wait for it
     for wrong in ("x", "-1", "0", "nan", "inf"):
         answer = recommender.post(PATH, {"history": [1]}, {"x-deadline-ms": wrong})
         assert answer.status == 422
@@ -173,7 +173,7 @@ def test_random_bytes_do_no_harm(recommender):
         path = rng.choice([PATH, "/v1/%00", "/" + "x" * 3000, "/..%2f..%2fetc/passwd", "/v1/model?" + "a=1&" * 100])
         answer = recommender.request(rng.choice(["POST", "PUT", "DELETE", "OPTIONS"]), path, body)
         assert 400 <= answer.status < 500, (number, path)
-    # Batches that the clients of the test before left behind may still be computed: an engine does not stop midway.
+    # Batches left by clients of the previous test may still be running: an engine does not stop midway.
     assert recommender.post(PATH, {"history": [1]}, {"x-deadline-ms": "20000"}).status == 200
 
 
@@ -232,11 +232,11 @@ def test_the_wait_in_a_socket_is_counted(recommender):
         assert [one.result().status for one in busy] == [200, 200]
     after = recommender.metrics()
     waited = [total(one, "intbmoe_queue_seconds_sum") for one in (before, after)]
-    assert 0.12 < waited[1] - waited[0] < 3 * (time.monotonic() - started)  # no request waits longer than all took
+    assert 0.12 < waited[1] - waited[0] < 3 * (time.monotonic() - started)  # none waits longer than all took
 
 
 def load_during(server, work, threads=4):
-    """The answers of constant requests while ``work()`` happens."""
+    """The answers to constant requests while ``work()`` runs."""
     going, answers = [True], []
 
     def ask(number):
@@ -331,7 +331,7 @@ def test_a_broken_artifact_leaves_the_old_one_serving(recommender, about, why):
 
 
 def test_requests_sent_ahead_are_few_lines_in_the_log(recommender):
-    """There were 48 of each such connection."""
+    """Each such connection used to write 48."""
     slow = b'{"history": [%d]}' % (SLOW + 10)
     head = b"POST /v1/recommend HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
     first, page = head % len(slow) + slow, b"GET / HTTP/1.1\r\nhost: x\r\n\r\n"

@@ -1,4 +1,4 @@
-"""The end of a server under load: whatever was sent is answered."""
+"""Shutdown under load: every request that was sent is answered."""
 
 import http.client
 import os
@@ -16,7 +16,7 @@ BODY, HEADERS = b'{"history": [1, 2]}', {"content-type": "application/json"}
 
 
 class Clients:
-    """Threads that ask until no connection is possible; half of them on one connection, half on a new one each time."""
+    """Threads that send requests until no connection is possible; half reuse a connection, half open new ones."""
 
     def __init__(self, port, count):
         self.port, self.found = port, Counter()
@@ -72,7 +72,7 @@ def test_nothing_that_was_sent_is_lost_in_eight_tries(tmp_path, number, attempt)
 
 
 def test_what_is_not_accepted_yet_and_what_is_half_sent_is_answered(tmp_path):
-    """A front that is stopped for a while finds connections, with requests, that it has never seen."""
+    """A front that was paused finds new connections with requests waiting."""
     head = b"POST /v1/recommend HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: 19\r\n\r\n"
     with Server(artifact=write_artifact(tmp_path)) as server:
         address = ("127.0.0.1", server.port)

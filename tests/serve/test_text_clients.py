@@ -34,7 +34,7 @@ def chunk(content):
 
 
 async def read_from(answer, clients, texts):
-    """Texts read from a server that sends the parts of ``answer`` with pauses before each; and most at a time."""
+    """Read texts from a server that pauses before each part of ``answer``; return them and the most at a time."""
     writing, most = 0, 0
 
     async def serve(reader, writer):

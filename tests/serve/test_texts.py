@@ -26,7 +26,7 @@ def writer(tmp_path_factory):
 
 
 def stream(server, request, accept="text/event-stream"):
-    """The events of a text as they come: (name, content, seconds)."""
+    """The events of a text as they arrive: (name, content, seconds)."""
     connection = HTTPConnection("127.0.0.1", server.port, timeout=20)
     started = time.monotonic()
     connection.request("POST", "/v1/generate", json.dumps(request), {**HEADERS, "accept": accept})
@@ -138,7 +138,7 @@ def test_a_killed_engine_finishes_the_text_after_its_return_or_says_so(writer):
 
 
 def test_sigterm_lets_texts_under_way_finish(writer):
-    """The last test of this server."""
+    """This ends the shared server, so it is the last test."""
     events = stream(writer, {"prompt": "abc", "max_tokens": 200})
     got = [next(events) for _ in range(3)]
     children = writer.engine_pids()

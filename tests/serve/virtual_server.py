@@ -1,7 +1,7 @@
-"""A server in virtual time: the front's application, its decoders' queues and the engine are the real ones.
+"""A server in virtual time: the front's application, its decoders' queues and the engine are real.
 
-What takes time in other processes only moves a clock, so that a second of overload is computed in a fraction of one, in
-the same way on every machine.
+Work that other processes would do only advances a clock, so that a second of overload is simulated in a fraction of
+a second, and in the same way on every machine.
 """
 
 import asyncio
@@ -29,12 +29,12 @@ SENDING_S = 0.0002  # for a message between processes
 
 
 class _Timers(selectors.SelectSelector):
-    """Nothing is ever ready to read: whoever would wait moves the clock instead."""
+    """A selector with nothing to read: instead of waiting, it advances the clock."""
 
     now = 1000.0
 
     def select(self, timeout=None):
-        assert timeout is not None, "everybody waits, and nothing will happen"
+        assert timeout is not None, "all tasks wait, and no timer is set"
         self.now += max(0.0, timeout)
         return []
 
@@ -49,7 +49,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
 
 class _EngineLine(Line):
-    """An engine that computes beside the front, like a process of its own."""
+    """An engine that computes in parallel to the front, as a separate process does."""
 
     is_open = True
 
@@ -107,7 +107,7 @@ class _DecoderLine:
 
 
 class VirtualServer:
-    """``limits`` are those of ``fake_model``; times vary by ``spread``, as a share of them."""
+    """``limits`` are those of ``fake_model``; times vary randomly by the fraction ``spread``."""
 
     def __init__(self, monkeypatch, spread=0.2, **limits):
         self.loop = VirtualLoop()
@@ -148,7 +148,7 @@ class VirtualServer:
         return status
 
     def open_loop(self, rate, seconds, deadline_ms=None):
-        """Statuses of requests that come at random, so many per second on average, whether or not others wait."""
+        """Statuses of requests that arrive at random, ``rate`` per second on average, whether or not others wait."""
 
         async def run():
             asked, end = [], self.loop.time() + seconds
@@ -160,7 +160,7 @@ class VirtualServer:
         return self.loop.run_until_complete(run())
 
     def closed_loop(self, clients, seconds, deadline_ms=None, pause_s=0.001):
-        """Statuses of clients that ask again when they have an answer, after a refusal with a pause."""
+        """Statuses of clients that ask again when they have an answer, with a pause after a refusal."""
 
         async def client(found, end):
             while self.loop.time() < end:

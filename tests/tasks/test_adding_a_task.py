@@ -1,4 +1,4 @@
-"""docs/adding-a-task.md, walked through: its file and its recipe are written down, and its commands are given."""
+"""Follows docs/adding-a-task.md: writes its file and its recipe, and runs its commands."""
 
 import contextlib
 import json
@@ -27,11 +27,11 @@ def blocks(language):
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """The reader's folder, in which nothing is left of the task when the test ends."""
+    """The reader's folder; the task is unregistered again when the test ends."""
     (tmp_path / "wine_task.py").write_text(blocks("python")[0], encoding="utf-8")
     (tmp_path / "wine.yaml").write_text(blocks("yaml")[0], encoding="utf-8")
     monkeypatch.chdir(tmp_path)
-    registry.list_tasks()  # the package's own are imported once
+    registry.list_tasks()  # so that the package's own tasks are imported
     monkeypatch.setenv(registry.PLUGINS, "")
     monkeypatch.setattr(registry, "_tasks", dict(registry._tasks))
     monkeypatch.setattr(registry, "_loaded", set(registry._loaded))
@@ -41,13 +41,13 @@ def folder(tmp_path, monkeypatch):
 
 
 def commands():
-    """By name; all of them are of the package but curl's, for which Python asks here."""
+    """The page's intbmoe commands, by name; the test makes curl's request in Python."""
     lines = [line for block in blocks("sh") for line in block.splitlines() if line.startswith("intbmoe ")]
     return {words[1]: words[1:] for words in map(shlex.split, lines)}
 
 
 def run(words):
-    """In this process, which has the packages at hand already."""
+    """Run a command in this process, which has already imported the packages."""
     code = 0
     try:
         cli.main(words)
@@ -62,7 +62,7 @@ def served(words):
     words[words.index("--port") + 1] = "0"
     environment = {**os.environ, registry.PLUGINS: "", "PYTHONUNBUFFERED": "1"}
     command = [sys.executable, "-m", "intbmoe.cli", *words]
-    server = ForkedPopen(command, stdout=subprocess.PIPE, text=True, env=environment)  # what it starts is not forked
+    server = ForkedPopen(command, stdout=subprocess.PIPE, text=True, env=environment)  # its children are not forked
     try:
         for line in server.stdout:
             found = re.search(r"http://[\d.]+:\d+", line)
@@ -100,8 +100,8 @@ def test_a_task_in_one_file_is_trained_compared_analysed_exported_and_served(fol
     assert (folder / "runs" / "wine" / "dense" / "0" / "done.json").is_file()
     printed = capsys.readouterr().out
     assert "accuracy" in printed
-    assert "intbmoe eval runs/wine/intbmoe/0 --plugin wine_task.py\n" in printed  # of train
-    assert " analyse runs/wine/dense/0 --plugin wine_task.py  " in printed  # of compare
+    assert "intbmoe eval runs/wine/intbmoe/0 --plugin wine_task.py\n" in printed  # printed by train
+    assert " analyse runs/wine/dense/0 --plugin wine_task.py  " in printed  # printed by compare
 
     run([*steps["analyse"], "--numbers-only"])  # pictures take seconds, and other tests draw them
     analysis = json.loads((run_folder / "analysis" / "data" / "analysis.json").read_text())
@@ -122,7 +122,7 @@ def test_a_task_in_one_file_is_trained_compared_analysed_exported_and_served(fol
     assert sum(one["score"] for one in answer["results"]) == pytest.approx(1)
     assert len(answer["tokens"]) == len(answer["blocks"][0]["tokens"]) == 13
 
-    del registry._tasks["wine"]  # as in a process that was not told of the file
+    del registry._tasks["wine"]  # as in a process that does not know the file
     os.environ[registry.PLUGINS] = ""
     registry._loaded.discard(str(folder / "wine_task.py"))
     with pytest.raises(ArtifactError, match=r"for the task 'wine', which comes from wine_task.*--plugin FILE"):

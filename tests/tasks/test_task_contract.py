@@ -1,4 +1,4 @@
-"""What holds for every task, because it is registered: data, model, loss and metrics; serving; looking."""
+"""What must hold for every registered task: data, model, loss and metrics; serving; what analyses show."""
 
 from functools import partial
 from types import SimpleNamespace

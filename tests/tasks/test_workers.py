@@ -1,4 +1,4 @@
-"""Preparations whose parts are done by several processes, or by Ray: the same bytes, whoever is killed meanwhile."""
+"""Preparations by several processes or by Ray: the same bytes, whichever process is killed."""
 
 import multiprocessing
 import os
@@ -31,7 +31,7 @@ SMALL = Budget(chunk_bytes=4_000, shard_rows=200)
 
 @pytest.fixture
 def _same_server(monkeypatch):
-    """That of ``ranks`` stays, for the tests that come later in this process."""
+    """Keep the fork server of ``ranks`` for later tests in this process."""
     monkeypatch.setattr("intbmoe.tasks.workers._preload", lambda module: None)
 
 
@@ -84,7 +84,7 @@ def test_two_processes_write_the_same_bytes(kind, sources, tmp_path):
 
 @dataclass(frozen=True)
 class Touch:
-    """Notes each part that is begun; some of them fail or are killed the first time."""
+    """Records each part that is started; some fail or are killed the first time."""
 
     folder: Path
     kill: int | None = None

@@ -1,4 +1,4 @@
-"""Which examples form a step: independent of ranks, accumulation, workers and where a run goes on."""
+"""Which examples form a step: independent of ranks, accumulation, workers and the point of resumption."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ from intbmoe.train.errors import TrainingError
 
 
 def steps_of(world, device_batch, first=0, examples=50):
-    """{step: examples of the global batch, in order} put together from all ranks' reads."""
+    """{step: examples of the global batch, in order}, collected from the reads of all ranks."""
     settings = TrainSettings(batch=12, device_batch=device_batch, epochs=2.5)
     plan = plan_batches(examples, settings, world)
     steps = {}

@@ -1,4 +1,4 @@
-"""Two gloo ranks train as one process does: replicated (DDP), sharded (FSDP2), and with their pools shared out."""
+"""Two gloo ranks train as one process does: replicated (DDP), sharded (FSDP2), and with divided pools."""
 
 import os
 import shutil
@@ -27,17 +27,17 @@ def recipe_of(method, **train):
 
 
 def pools_recipe():
-    """Two micro-batches a step, and clipping that always acts."""
+    """Two micro-batches per step, and clipping that always takes effect."""
     return recipe_of("intbmoe", parallel="pools", device_batch=2, clip=0.05)
 
 
 def experts_recipe():
-    """The same with experts, some of which are opened and closed in the run."""
+    """The same with divided experts, some of which are opened and closed during the run."""
     return recipe_of("dynmoe", parallel="experts", device_batch=2, clip=0.05)
 
 
 def train_on_ranks(rank, world, root):
-    """All trainings in one start: replicated, sharded, pools, with an interruption, and what refuses to be sharded."""
+    """All trainings in one launch: replicated, sharded, pools, one interrupted, and models that cannot be sharded."""
     be_rank(rank, world)
     train_replicated(rank, world, root, METHODS)
     train(pools_recipe(), root / "pools", quiet=True)
@@ -129,7 +129,7 @@ def test_two_ranks_follow_the_single_process(runs, tmp_path, method):
 
 @pytest.mark.slow
 def test_two_ranks_follow_the_single_process_with_more_methods(tmp_path):
-    """Their steps alone: tests/methods/test_contract.py, for every method."""
+    """tests/methods/test_contract.py tests only the steps, for every method."""
     run_ranks(2, train_replicated, tmp_path, MORE_METHODS)
     for method in MORE_METHODS:
         assert_follows_the_single_process(method, tmp_path / "single", tmp_path / "replicated")
@@ -164,7 +164,7 @@ def test_shards_resume_bit_for_bit(runs):
         assert (straight.path / name).read_bytes() == (resumed.path / name).read_bytes(), name
     shards = sorted((straight.path / "checkpoints/step-00000010/shards").iterdir())
     assert len(shards) == 2
-    for shard in shards:  # whose header has its names in any order
+    for shard in shards:  # headers may list names in any order
         ours, theirs = read_tensors(shard), read_tensors(resumed.path / shard.relative_to(straight.path))
         assert ours.keys() == theirs.keys()
         assert any(name.startswith("optimizer/") and name.endswith("/exp_avg") for name in ours)
@@ -220,7 +220,7 @@ def test_four_ranks_then_one_then_two(tmp_path, make):
     assert list((run.path / "checkpoints/step-00000003/shards").iterdir())
     with stopping_at(8):
         train(recipe, tmp_path, quiet=True)
-    assert not (run.path / "checkpoints/step-00000006/shards").exists()  # one process has it all
+    assert not (run.path / "checkpoints/step-00000006/shards").exists()  # a single process saves no shards
     run_ranks(2, go_on, recipe, tmp_path, 99)
     assert_close_models(run, straight)
     assert_close_metrics(run, straight)
@@ -246,7 +246,7 @@ def test_started_by_torchrun(tmp_path):
 
 @pytest.mark.slow
 def test_a_signal_to_the_group_of_torchrun_saves(tmp_path):
-    """A rank gets it twice: with its group, and from the launcher, which passes its own on."""
+    """A rank gets the signal twice: with its group, and from the launcher, which forwards it."""
     code = (
         "import os, signal, sys, torch; torch.set_num_threads(1)\nfrom tiny_task import tiny_recipe\n"
         "from intbmoe.train import train\nfrom intbmoe.train.step import Stepper\ntake = Stepper.take\n"

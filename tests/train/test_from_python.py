@@ -1,6 +1,6 @@
 """``intbmoe.train(recipe, data=…)``: data sets that live in Python.
 
-Hugging Face's are stood in for by their shape; where ``datasets`` is installed, one test takes the real ones.
+Hugging Face data sets are replaced by classes with the same interface; if ``datasets`` is installed, one test uses it.
 """
 
 import numpy as np
@@ -26,7 +26,7 @@ def _cache(tmp_path, monkeypatch):
 
 
 class Tensors(Dataset):
-    """A map-style data set of torch, with the names that torchvision's have."""
+    """A map-style torch data set with the attribute names of torchvision's."""
 
     classes = ("red", "green", "blue")
 
@@ -41,7 +41,7 @@ class Tensors(Dataset):
 
 
 class Table:
-    """As a Hugging Face Dataset: column_names, features, rows as dicts, columns by name."""
+    """Like a Hugging Face Dataset: column_names, features, rows as dicts, columns by name."""
 
     def __init__(self, features=None, **columns):
         self.columns_, self.features, self.column_names = columns, features or dict.fromkeys(columns), list(columns)
@@ -100,7 +100,7 @@ def test_images_of_a_hugging_face_dataset_by_split(tmp_path):
     data = {"train": part(12, "RGB"), "validation": part(6, "L"), "test": part(3, "RGBA")}
     run = train("images", data, tmp_path, IMAGES)
     task = find_task("vision")(run.recipe)
-    assert task.class_names() == ClassLabel.names  # labels stay what they were, whatever the names' order
+    assert task.class_names() == ClassLabel.names  # labels do not change, whatever the order of the names
     assert [len(task.split(name)) for name in ("train", "valid", "test")] == [12, 6, 3]
     assert task.split("test").images.labels.tolist() == [0, 1, 2]
 

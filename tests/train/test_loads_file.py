@@ -1,4 +1,4 @@
-"""loads.jsonl: each layer's counts between two lines of metrics, whatever happens on the way."""
+"""loads.jsonl: each layer's counts between two lines of metrics, also after kills and resumptions."""
 
 import json
 import signal

@@ -1,4 +1,4 @@
-"""A training from its recipe to its result, and the ways in which it can end."""
+"""A training from its recipe to its result, and the ways it can end."""
 
 import copy
 import errno
@@ -101,7 +101,7 @@ def test_a_run_that_another_process_has_is_waited_for(tmp_path):
     run = RunDirectory.of(recipe, tmp_path)
 
     def look():
-        time.sleep(0.3)  # enough to begin for one that does not wait
+        time.sleep(0.3)  # time enough for a process that does not wait to begin
         (run.path / "seen by the other").write_text("begun" if run.config_path.is_file() else "nothing")
 
     def wait(message):
@@ -134,7 +134,7 @@ def test_what_is_loaded_late_is_still_public():
 
 @pytest.mark.parametrize("method", thinned(["switch", "intbmoe", "remoe", "mass"], {"intbmoe", "mass"}.__contains__))
 def test_accumulation_changes_nothing_but_rounding(tmp_path, method):
-    """Float64, so that 1e-9 is a thousand roundings; auxiliary losses are nonlinear in the micro-batch: off here."""
+    """In float64, so that 1e-9 is a thousand roundings; auxiliary losses, nonlinear in the micro-batch, are off."""
     recipe = still(tiny_recipe(method, log_every=1))
     off = {"switch": {"balance": 0.0}, "remoe": {"sparsity_strength": 1e-30, "sparsity_rate": 1.0 + 1e-6}}
     recipe = replace(recipe, moe=replace(recipe.moe, options=recipe.moe.options | off.get(method, {})))
@@ -254,7 +254,7 @@ def test_blocks_are_compiled_where_all_mixtures_lie_in_such(monkeypatch):
     compile_in_place(deep)
     assert compiled == list(deep.blocks)
     compiled.clear()
-    alone = intbmoe.IntBMoE(8, 12, experts=2)  # has lists of modules too, which are no blocks of a Transformer
+    alone = intbmoe.IntBMoE(8, 12, experts=2)  # also has lists of modules, but they are not Transformer blocks
     compile_in_place(alone)
     assert compiled == [alone]
 
@@ -265,7 +265,7 @@ def test_compiled_backwards_keep_float32_where_the_layer_has_it(monkeypatch):
     ordinary = intbmoe.IntBMoE(16, 24, experts=4)
     compiled = copy.deepcopy(ordinary)
     x, probe = torch.randn(2, 3, 8, 16).unbind()
-    with torch._functorch.config.patch(backward_pass_autocast="same_as_forward"):  # torch's default, and so afterwards
+    with torch._functorch.config.patch(backward_pass_autocast="same_as_forward"):  # torch's default, restored later
         compile_in_place(compiled)
         for layer in (ordinary, compiled):
             with torch.autocast("cpu", dtype=torch.bfloat16):

@@ -1,4 +1,4 @@
-"""A rank that is killed, and one that hangs: all end soon and say why, and the same command goes on."""
+"""A rank that is killed, and one that hangs: all ranks end soon and say why, and the same command resumes."""
 
 import os
 import subprocess
@@ -60,7 +60,7 @@ def launch(folder, kind, *options):
 def test_a_lost_rank_ends_all_and_the_same_command_goes_on(tmp_path, kind):
     done, seconds = launch(tmp_path, kind)
     assert done.returncode != 0
-    assert seconds < 60 + 30 * (kind == "hang")  # torchrun gives a rank that hangs 30 s to end
+    assert seconds < 60 + 30 * (kind == "hang")  # torchrun gives a hanging rank 30 s to end
     if kind == "kill":
         assert "Signal 9 (SIGKILL)" in done.stderr
     else:

@@ -41,7 +41,7 @@ SPARED = {
     "switch": {"router.weight": "routers"},
     "vmoe": {"router.weight": "routers"},
 }
-"""What each method has to spare besides biases and the norms that are modules."""
+"""What each method exempts from decay besides biases and norm modules."""
 EVERYTHING = get_args(DecayGroup)
 
 
@@ -128,7 +128,7 @@ def test_constant():
 
 
 def test_one_rate_an_epoch_and_a_cool_down_as_timm_has_them():
-    timm_data()  # imports torchvision, with help where it was built for another device
+    timm_data()  # imports torchvision, even if it was built for another device
     from timm.scheduler.cosine_lr import CosineLRScheduler
 
     peak, low, start, cosine, warmup = 1.0, 0.1, 0.2, 10, 2

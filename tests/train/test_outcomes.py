@@ -1,4 +1,4 @@
-"""What a run keeps of each test example, and that its metrics are made of it."""
+"""What a run keeps of each test example, and that its metrics follow from it."""
 
 import io
 

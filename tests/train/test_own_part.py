@@ -1,4 +1,4 @@
-"""Each rank reads its own part of the data, counted by what it opens and how much of it is read."""
+"""Each rank reads only its own part of the data, checked by which files it opens and how much it reads."""
 
 import io
 import pickle
@@ -35,7 +35,7 @@ PICTURES = [(np.full((8, 8, 3), 10 * number, np.uint8), number % 3) for number i
 
 
 class CountingTokens(np.ndarray):
-    """Counts the tokens that are taken out of it."""
+    """Counts the tokens that are read from it."""
 
     taken = 0
 
@@ -46,11 +46,11 @@ class CountingTokens(np.ndarray):
 
 
 class Opened:
-    """The files under a folder that this process opens while it is entered."""
+    """Records the files under a folder that this process opens inside the ``with`` block."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.files, self.watching = str(folder), [], False
-        sys.addaudithook(self._look)  # there is no way to remove it: it looks away later
+        sys.addaudithook(self._look)  # audit hooks cannot be removed, so it ignores later events
 
     def _look(self, event: str, arguments: tuple) -> None:
         if self.watching and event == "open" and str(arguments[0]).startswith(self.folder):
@@ -65,14 +65,14 @@ class Opened:
 
 
 def epoch_of(examples, batch: int, rank: int, world: int = WORLD):
-    """What a rank reads in an epoch: [(indices, batch)]."""
+    """What a rank reads in an epoch, as [(indices, batch)]."""
     plan = plan_batches(len(examples), TrainSettings(epochs=1, batch=batch), world)
     reads = micro_batches(plan, 5, rank, 0)
     return [(read.indices, batch) for read, batch in read_ahead(examples, reads, 5, workers=0)]
 
 
 def joined(epochs, name: str) -> torch.Tensor:
-    """The entries of all ranks, step by step as one process has them."""
+    """The entries of all ranks, in the order in which a single process has them."""
     return torch.cat([batch[name] for step in zip(*epochs, strict=True) for _, batch in step])
 
 
@@ -132,7 +132,7 @@ def test_a_row_group_is_read_once_for_a_batch(images, tmp_path, monkeypatch):
         rows.append({"image": {"bytes": content.getvalue(), "path": None}, "label": label})
     (tmp_path / "data").mkdir()
     parquet.write_table(arrow.Table.from_pylist(rows), tmp_path / "data" / "train-0.parquet", row_group_size=4)
-    monkeypatch.setattr(imagenet, "KEPT_GROUPS", 1)  # as if there were far more groups than are kept
+    monkeypatch.setattr(imagenet, "KEPT_GROUPS", 1)  # as if there were far more groups than the cache keeps
     packed = ParquetImages.find(tmp_path, "train")
     examples = ImageExamples(packed, images.normalisation, 8, Augmentation())
     read, read_group = [], imagenet._read

@@ -1,4 +1,4 @@
-"""The loop tells methods how long the run is, and what they make of it is in the run."""
+"""The loop tells methods how long the run is, and the plan they derive is saved with the run."""
 
 from dataclasses import replace
 
@@ -37,4 +37,4 @@ def test_a_finished_run_has_dropped_its_windows_and_loads(tmp_path):
     layers = [layer for _, layer in moe_layers(load(run))]
     assert [layer.plan.tolist() for layer in layers] == [[1, 3, 5]] * 2
     assert [layer.norms.shape[1] for layer in layers] == [0, 0]
-    assert any(int(layer.active.sum()) > layer.config.start for layer in layers)  # it had grown
+    assert any(int(layer.active.sum()) > layer.config.start for layer in layers)  # it has grown

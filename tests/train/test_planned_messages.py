@@ -15,11 +15,11 @@ from ranks import run_ranks
 WAYS = [("intbmoe", "ddp"), ("intbmoe", "fsdp"), ("intbmoe", "pools")]
 MORE_WAYS = [*WAYS, ("switch", "ddp"), ("switch", "fsdp"), ("mixtral", "experts"), ("soft", "experts")]
 EVEN = {"mixtral": {"experts": 5, "top_k": 5}}
-"""Every token goes to all five experts: they get equally many, as the plan has it, but the ranks do not."""
+"""Every token goes to all five experts, which get equally many, as planned; the ranks do not."""
 
 
 def recipe_of(method, parallel):
-    """Three experts, whom two ranks do not divide, and two micro-batches a step."""
+    """Three experts, a number that two ranks do not divide, and two micro-batches per step."""
     recipe = tiny_recipe(method, parallel=parallel, device_batch=2, steps=2, eval_every=9.0, model={"dropout": 0.0})
     options = recipe.moe.options | EVEN.get(method, {})
     return replace(recipe, moe=replace(recipe.moe, experts=3, options=options))
@@ -77,8 +77,8 @@ def assert_planned(found, world, planned):
         counted = planned[way[0]]
         sent, states = found[0][way]
         expected = sent_bytes(counted, way[1], world)
-        if way == ("mixtral", "experts"):  # the first of its two layers gets data, whose gradient nobody asks for
-            rows = -(-5 // world) * (world - 1) * (counted.batch // world) * TOKENS  # that came to rank 0's experts
+        if way == ("mixtral", "experts"):  # the first of its two layers gets data, which needs no gradient
+            rows = -(-5 // world) * (world - 1) * (counted.batch // world) * TOKENS  # sent to rank 0's experts
             expected -= rows * DIM * 4
         assert sent == pytest.approx(expected, abs=1), way
         assert states == state_bytes(counted, way[1], world), way

@@ -1,4 +1,4 @@
-"""What a person sees."""
+"""What a person sees of a training."""
 
 import io
 

@@ -1,4 +1,4 @@
-"""Ranks that are started again in the same store, as torchrun does, meet each other and nothing of earlier starts."""
+"""Ranks restarted with the same store, as torchrun does, find each other and nothing of earlier starts."""
 
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -14,7 +14,7 @@ PATIENCE = timedelta(seconds=30)
 
 
 def meet(store, delays):
-    """All ranks of a start, each after its delay; what rank 0 then tells the others, as each of them hears it."""
+    """Start all ranks, each after its delay; return what each then reads from rank 0."""
 
     def one(rank):
         time.sleep(delays[rank])
@@ -29,14 +29,14 @@ def meet(store, delays):
 
 def test_nothing_of_an_earlier_start_is_found():
     store = dist.HashStore()
-    for delays in [(0, 0, 0), (0.2, 0, 0.1), (0, 0.2, 0.1)]:  # whoever is first
+    for delays in [(0, 0, 0), (0.2, 0, 0.1), (0, 0.2, 0.1)]:  # any rank may be first
         assert meet(store, delays) == [f"start {delays}"] * 3
 
 
 def test_a_rank_that_does_not_come_is_named():
     store, short = dist.HashStore(), timedelta(seconds=0.2)
     with pytest.raises(LostRankError, match=r"rank 0 has not joined the others within train\.patience=0\.2 seconds"):
-        store_of_this_start(store, 1, 2, short)  # its question stays
+        store_of_this_start(store, 1, 2, short)  # its entry stays in the store
     with pytest.raises(LostRankError, match="rank 1 has not joined"):
         store_of_this_start(store, 0, 2, short)
     with ThreadPoolExecutor(1) as pool:

@@ -1,4 +1,4 @@
-"""What a run reports: the last step or the best evaluation, and nothing validated where nothing was held out."""
+"""What a run reports: the last step or the best evaluation, and no validation if nothing was held out."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""SIGKILL at any moment, and the run goes on as if nothing had happened: bit for bit."""
+"""After SIGKILL at any moment, the run resumes as if nothing had happened, bit for bit."""
 
 import multiprocessing
 import os
@@ -19,7 +19,7 @@ from intbmoe.train.step import Stepper
 from thinned import thinned
 
 STATEFUL = ("deepseek", "remoe", "dynmoe", "mass")
-FORK = multiprocessing.get_context("fork")  # a child with everything imported: a start costs no seconds
+FORK = multiprocessing.get_context("fork")  # the child already has everything imported, which would take seconds
 
 
 def die(*_):
@@ -27,7 +27,7 @@ def die(*_):
 
 
 def train_and_die(recipe, root, owner, name, call):
-    """Train in a child that kills itself at the ``call``-th call of ``owner.name``, halfway through it if it writes."""
+    """Train in a child that kills itself at the ``call``-th call of ``owner.name``, halfway through if it writes."""
     original, calls = getattr(owner, name), iter(range(10**6))
 
     def watched(*arguments):
@@ -72,10 +72,10 @@ MOMENTS = [
     (MetricsFile, "append", 2),
     (run_module, "replace_file", 1),
 ]
-"""(whose, what, which call): the child dies there."""
+"""(owner, name, number of the call) at which the child dies."""
 
 
-# The others keep what they know between steps in buffers too.
+# The other methods also keep their state between steps in buffers.
 @pytest.mark.parametrize("method", thinned([*STATEFUL, "switch"], {"mass", "deepseek"}.__contains__))
 def test_killed_three_times_and_the_same_bit_for_bit(tmp_path, method):
     recipe = tiny_recipe(method, keep_checkpoints=1, device_batch=4)

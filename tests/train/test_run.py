@@ -1,4 +1,4 @@
-"""The run directory: what lies in it, and what is refused."""
+"""The run directory: what is in it, and what is refused."""
 
 import json
 import os
@@ -46,7 +46,7 @@ def test_data_that_are_no_files_cannot_lie_elsewhere(run):
 
 
 def begin(run):
-    """As if it had been trained for a step."""
+    """Mark the run as trained for one step."""
     run.metrics_path.write_text('{"step": 1}\n')
 
 
@@ -63,7 +63,7 @@ def test_another_configuration_is_refused_by_the_keys_that_differ(run):
 
 
 def test_a_run_of_an_earlier_version_goes_on(run):
-    """It says ``decay_all``, and nothing of settings that have come since."""
+    """Its configuration has ``decay_all`` and lacks later settings."""
     begin(run)
     config = yaml.safe_load(run.config_path.read_text())
     del config["train"]["undecayed"], config["train"]["cooldown"]
@@ -108,7 +108,7 @@ def test_data_is_found_from_any_working_directory(tmp_path, monkeypatch):
     with pytest.raises(DataError, match=r"^gone\n.*comes from .*run/config\.yaml"), moved_data_is_explained(run.path):
         raise DataError("gone")
     run.config_path.write_text(run.config_path.read_text().replace(str(tmp_path / "data/some.npz"), "data/some.npz"))
-    run.claim(recipe("data/some.npz"))  # as runs of old have it
+    run.claim(recipe("data/some.npz"))  # as in old runs
 
 
 @pytest.mark.parametrize("name", ["", " ", ".", "..", "a/b", "../x", "/x", "a\\b"])
@@ -211,7 +211,7 @@ def test_two_processes_do_not_train_into_one_directory(tmp_path):
         pass
     holder.kill()
     holder.join()
-    with run_lock(tmp_path):  # the dead holder's lock is gone with it
+    with run_lock(tmp_path):  # the lock ends with the process that held it
         assert (tmp_path / "lock").read_text() == f"{os.getpid()}\n"
         with pytest.raises(RunConflictError, match="this process"), run_lock(tmp_path):
             pass

@@ -15,7 +15,7 @@ FORK = multiprocessing.get_context("fork")
 
 
 def start_a_run(pipe):
-    """What a comparison is: the parent of a process that knows whom it belongs to."""
+    """Act as a comparison: the parent of a process that knows which process started it."""
     if os.fork() == 0:
         os.environ[STARTED_BY] = str(os.getppid())
         os.write(pipe, b"+" if belongs_to_another() else b"-")
@@ -23,7 +23,7 @@ def start_a_run(pipe):
     os._exit(0)
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="a kernel that tells of a parent's death")
+@pytest.mark.skipif(sys.platform != "linux", reason="needs Linux to be notified of a parent's death")
 def test_a_run_ends_with_the_process_that_started_it():
     ours, theirs = os.pipe()
     comparison = FORK.Process(target=start_a_run, args=(theirs,))
@@ -39,10 +39,10 @@ def test_a_run_ends_with_the_process_that_started_it():
     os.close(ours)
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="a kernel that tells of a parent's death")
+@pytest.mark.skipif(sys.platform != "linux", reason="needs Linux to be notified of a parent's death")
 def test_a_run_whose_parent_is_gone_already_does_not_begin():
     def begin():
-        os.environ[STARTED_BY] = str(os.getpid())  # anybody but the parent
+        os.environ[STARTED_BY] = str(os.getpid())  # any process but the parent
         belongs_to_another()
 
     run = FORK.Process(target=begin)

@@ -1,4 +1,4 @@
-"""What is done to a training from outside: signals to its group, kills, changed data and files, other threads."""
+"""What can happen to a training from outside: signals to its group, kills, changed data and files, thread counts."""
 
 import io
 import json
@@ -27,7 +27,7 @@ from kill_points import FORK, chosen, operations
 
 
 class GoneError(Exception):
-    """As if the machine had gone."""
+    """Raised as if the machine had failed."""
 
 
 def stop_at(monkeypatch, recipe, root, step):
@@ -51,7 +51,7 @@ def checkpoint(run):
 
 
 def edit_state(run, change):
-    """As one who knows how: with the checksum that then fits."""
+    """Edit the state as an expert would, with a matching checksum."""
     path = checkpoint(run) / "state.json"
     state = json.loads(path.read_bytes())
     del state["checksum"]
@@ -74,7 +74,7 @@ def straight(tmp_path_factory):
 
 
 def train_and_signal_the_group(recipe, root, signum, times, where):
-    """In a group of its own, whose workers get the signal too."""
+    """Train in a separate process group, whose workers get the signal too."""
     os.setpgid(0, 0)
     owner, name, call = where
     original, calls = getattr(owner, name), iter(range(10**6))
@@ -95,7 +95,7 @@ def train_and_signal_the_group(recipe, root, signum, times, where):
         pytest.param(signal.SIGTERM, 1, (Stepper, "take", 3), marks=pytest.mark.slow),  # also in the third
         (signal.SIGINT, 1, (Stepper, "take", 3)),
         (signal.SIGTERM, 2, (Stepper, "take", 3)),  # as ``timeout`` does
-        (signal.SIGTERM, 1, (TinyTask, "evaluate_examples", 0)),  # the workers are those of the validation
+        (signal.SIGTERM, 1, (TinyTask, "evaluate_examples", 0)),  # during validation, with its workers
     ],
 )
 def test_a_signal_to_the_group_saves_with_workers(tmp_path, straight, signum, times, where):
@@ -113,13 +113,13 @@ def test_a_signal_to_the_group_saves_with_workers(tmp_path, straight, signum, ti
 
 
 def kill_everywhere(tmp_path, straight, number):
-    """Returns how many file operations a training comes to."""
+    """Kill a training at each of ``number`` file operations (None: all); return how many operations it has."""
     recipe = tiny_recipe(checkpoint_every=5, keep_checkpoints=1)
     count, code = operations(tmp_path, lambda: train(recipe, tmp_path / "whole", quiet=True))
     assert code == 0
     for kill_at in chosen(count, number or count):
         root = tmp_path / f"killed-{kill_at}"
-        for _ in range(2):  # the second kill is in a run that goes on, unless there is nothing left to do
+        for _ in range(2):  # the second kill hits a resumed run, unless nothing is left to do
             assert operations(root, lambda root=root: train(recipe, root, quiet=True), kill_at)[1] in (-9, 0)
         assert_same(train(recipe, root, quiet=True), straight)
     return count
@@ -186,7 +186,7 @@ def test_other_threads_are_taken_where_asked_for_and_said(tmp_path, monkeypatch,
 
 
 def test_a_comparison_goes_on_with_the_threads_it_began_with(tmp_path, monkeypatch):
-    """Two runs share two cores; the one that is left when the comparison goes on could have both."""
+    """Two runs share two cores; a single run left when the comparison resumes could use both."""
     recipe, runs = tiny_recipe(), [RunDirectory(tmp_path / name) for name in ("a", "b")]
     variant = Variant("switch", recipe.moe)
     plan = Plan(recipe, tmp_path, [Job(variant, recipe, run) for run in runs], {}, 0)
@@ -278,7 +278,7 @@ def test_large_files_are_looked_at_in_pieces(tmp_path, monkeypatch):
     assert (found["files"], found["bytes"]) == (8, 4 * 2048)
     (folder / ".DS_Store").touch()
     assert origin._describe_files(folder) == found
-    (folder / "6.bin").write_bytes(bytes(range(256)) * 7 + bytes(256))  # the end of one that is looked at
+    (folder / "6.bin").write_bytes(bytes(range(256)) * 7 + bytes(256))  # the end of a file that is sampled
     assert origin._describe_files(folder)["content"] != found["content"]
     (folder / "8.bin").touch()
     assert origin._describe_files(folder)["files"] == 9

@@ -1,4 +1,4 @@
-"""A task of random tokens that trains in milliseconds, with every source of randomness a real one has."""
+"""A task of random tokens that trains in milliseconds, with every source of randomness that a real task has."""
 
 from dataclasses import dataclass, field, replace
 
@@ -19,9 +19,9 @@ DIM, TOKENS, CLASSES = 8, 4, 3
 class TinyData:
     examples: int = 40
     noise: float = 0.1
-    """Of each example (augmentation) and of whole batches (mixing)."""
+    """Size of the noise on each example (augmentation) and on whole batches (mixing)."""
     poison: int = -1
-    """The example that is not a number."""
+    """The example that is NaN."""
 
 
 @dataclass(frozen=True)
@@ -123,8 +123,8 @@ OPTIONS = {
     "deepseek": {"bias_speed": 0.01},
     "remoe": {"sparsity_strength": 1e-3},
     "dynmoe": {"update_every": 3, "adaptation": 1.0},
-    # Drift is looked for from the third step on and nearly always found, so that pools grow in these few steps. With a
-    # mass of 0.5 tokens would have one expert, routers no gradient, and a copy would tie with its source for long.
+    # Drift is tested from the third step on and nearly always found, so that pools grow in these few steps. With a
+    # mass of 0.5, tokens would have one expert, routers no gradient, and a copy would long tie with its source.
     "mass": {
         "top_p": 0.9,
         "window": 3,
@@ -135,11 +135,11 @@ OPTIONS = {
         "expansion": 1.0,
     },
 }
-"""Options under which a method's state moves within a few steps."""
+"""Options with which a method's state changes within a few steps."""
 
 
 def tiny_recipe(method="switch", *, data=None, model=None, **train):
-    """40 examples in batches of 8: five steps an epoch."""
+    """40 examples in batches of 8: five steps per epoch."""
     settings = TrainSettings(
         **{"epochs": 2.0, "batch": 8, "lr": 0.01, "log_every": 2, "checkpoint_every": 3, "warmup": 0.4, **train}
     )
@@ -148,7 +148,7 @@ def tiny_recipe(method="switch", *, data=None, model=None, **train):
 
 
 def still(recipe):
-    """The recipe in float64 without dropout and noise, to compare runs that share a batch out in different ways."""
+    """The recipe in float64 without dropout and noise, to compare runs that divide a batch in different ways."""
     return replace(recipe, data=replace(recipe.data, noise=0.0), model=TinyModelConfig(dropout=0.0, double=True))
 
 

@@ -5,8 +5,8 @@ The trained model in float32 is the reference. There are three comparisons, all 
     layers     every mixture on the inputs that the trained model gave it, block by block, over the tokens that both
                send to that block; and the share of the tokens that both send to the same blocks
     blocks     each of IntBMoE's blocks alone on some of these inputs, whatever weight the router would give it
-    outputs    the model as a whole. Only differences between scores matter, so what all scores of a row have in common
-               is left out of the norm
+    outputs    the model as a whole. Only differences between scores matter, so errors are relative to the norm of the
+               trained model's scores minus each row's mean
 
 With the ε of the exported type, the tolerances are 4ε for a layer or block, and cε√depth for outputs: c = 16 in
 float32, where sums are rounded as they grow, and 8 in bfloat16, whose products are summed in float32. In addition,
@@ -14,8 +14,9 @@ outputs may differ by 4ε of their own type and size, and 4ε of all tokens, or 
 a rounded input can flip a near tie.
 
 8-bit weights add their rounding error, a share r of a weight's size: 4r for a layer or block, 8r√depth for outputs. For
-int8 r = 1/127: a column's largest weight is about 3.5 times its mean size, and a grid of step s is off by s/√12. For
-fp8 r = 1/32: three bits of mantissa are off by at most 1/16, and by less than half of that on average.
+int8 r = 1/127: a column's largest weight is about 3.5 times its mean size, and rounding to a grid of step s is off by
+s/√12. For fp8 r = 1/32: rounding to three bits of mantissa is off by at most 1/16, and by less than half of that on
+average.
 """
 
 import math

@@ -13,10 +13,10 @@ Full-Participation Mixture-of-Experts", 2026. In our letters (``docs/method.md``
 
 The authors' released module has forms that the paper does not describe, all off by default: ``conditioning_dim`` (a
 vector for the whole call, joined to every c_b above), ``shared_kind`` and ``shared_experts``, a linear
-``hypernetwork``, another ``gate_norm`` than RMSNorm, no ``bias``, no ``layer_norm``.
+``hypernetwork``, a ``gate_norm`` other than RMSNorm, no ``bias``, no ``layer_norm``.
 
-``BlockLayer.compute`` takes the tokens from router to output, ``parts/blocks.py`` through the blocks. The forward to
-read is ``ops/blocks/naive.py``, a loop over blocks: ``layer.backend = "naive"`` runs it, and every other backend is
+``BlockLayer.compute`` is the forward, and ``parts/blocks.py`` sends the tokens through the blocks. The simplest version
+to read is ``ops/blocks/naive.py``, a loop over blocks: ``layer.backend = "naive"`` runs it, and every other backend is
 tested against it.
 """
 
@@ -54,35 +54,35 @@ from intbmoe.settings import AtMost, MustBe, NonNegativeInt, PositiveInt
 
 @dataclass(frozen=True)
 class IntBMoEConfig(LayerConfig):
-    """Every switch of the layer; the defaults are the paper's on ImageNet."""
+    """All settings of the layer; the defaults are the paper's for ImageNet."""
 
     hidden: Annotated[PositiveInt | tuple[PositiveInt, ...], MustBe("a positive integer or a tuple of them")]
-    """Inner widths of a block: L = len(hidden) + 1 internal layers, an int means one inner width."""
+    """Inner widths of a block, which has L = len(hidden) + 1 internal layers; an int is one inner width."""
     _: KW_ONLY
     experts: PositiveInt = 16
-    """E, expert bases in each internal layer's pool."""
+    """E, the number of expert bases in each internal layer's pool."""
     blocks: PositiveInt = 8
-    """K, codebook entries and thus composed blocks."""
+    """K, the number of codebook entries and so of composed blocks."""
     top_k: Annotated[PositiveInt, AtMost("blocks")] = 2
-    """k, blocks a token is sent to."""
+    """k, the number of blocks that each token is sent to."""
     code_dim: PositiveInt = 32
     """Width of a codebook entry."""
     router_dim: PositiveInt = 64
     """Inner width of the router's MLP."""
     hyper_dim: PositiveInt = 16
-    """Inner width of the hypernetwork that makes coefficients of codebook entries."""
+    """Inner width of the hypernetwork, which turns codebook entries into coefficients."""
     shared_hidden: PositiveInt | None = None
-    """Inner width of a shared expert; None matches its weights to one expert's. A linear one has none."""
+    """Inner width of a shared expert, unless it is linear; None gives it about as many weights as one expert."""
     residual_scale: float = 1.0
-    """λ at the start."""
+    """Initial value of λ."""
     learn_scale: bool = True
     """Whether λ is trained."""
     gate: bool = True
-    """Whether a composed block has a gating path beside its value path; without it λ is not there either."""
+    """Whether a composed block has a gating path beside its value path; without it there is no λ."""
     filter: bool = True
-    """Whether a token is filtered for the block that it enters."""
+    """Whether a token is filtered for each block that it enters."""
     shared: bool = True
-    """Whether there is a shared expert that every token passes. For one of your own: layer.shared = module."""
+    """Whether every token also goes through a shared expert. To use a module of your own: layer.shared = module."""
     coefficients: Literal["linear", "softmax"] = "linear"
     """Unconstrained with 1/√E, or a softmax over the bases for each path."""
     conditioning_dim: NonNegativeInt = 0
@@ -92,13 +92,13 @@ class IntBMoEConfig(LayerConfig):
     gate_norm: Literal["rms", "layer", "none"] = "rms"
     """The gating path's norm: RMSNorm, LayerNorm or none."""
     layer_norm: bool = True
-    """Whether a LayerNorm stands between internal layers."""
+    """Whether there is a LayerNorm between internal layers."""
     bias: bool = True
     """Whether the expert bases, and so the blocks, have biases."""
     shared_kind: SharedKind = "swiglu"
     """The shared expert: SwiGLU without biases, an MLP with SiLU, or one linear map."""
     shared_experts: PositiveInt = 1
-    """How many shared experts, each of shared_hidden; their outputs are added."""
+    """Number of shared experts, each of inner width shared_hidden; their outputs are added."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -122,7 +122,7 @@ class IntBMoEConfig(LayerConfig):
 
     @property
     def code_width(self) -> int:
-        """Of a block's code with the call's conditioning."""
+        """Width of a block's code, including the call's conditioning."""
         return self.code_dim + self.conditioning_dim
 
     @property
@@ -131,7 +131,7 @@ class IntBMoEConfig(LayerConfig):
 
     @property
     def has_kernels(self) -> bool:
-        """Whether its blocks are the paper's, for which there are kernels and compiled code."""
+        """Whether the blocks have the paper's form, for which there are kernels and compiled code."""
         return (self.gate_norm == "rms" or not self.gate) and (self.layer_norm or not self.hidden)
 
     def make_hypernetwork(self) -> Hypernetwork:
@@ -142,7 +142,7 @@ class IntBMoEConfig(LayerConfig):
         """The paper's six ablations of this configuration, by name."""
         one_layer_experts = max(1, round(self.experts * self.expert_weights / self.dim**2))
         return {
-            # The pool grows to the same expert weights; the shared expert stays what it was.
+            # The pool grows to keep the number of expert weights; the shared expert does not change.
             "one_layer": replace(self, hidden=(), experts=one_layer_experts, shared_hidden=self.shared_width),
             "fixed_scale": replace(self, learn_scale=False, residual_scale=1.0),
             "no_gate": replace(self, gate=False),
@@ -153,12 +153,12 @@ class IntBMoEConfig(LayerConfig):
 
 
 class BlockLayer(MoELayer):
-    """What IntBMoE and its precomposed form share: router, norms, λ, shared expert, and the way of a token."""
+    """What IntBMoE and its precomposed form share: router, norms, λ, shared expert, and the forward."""
 
     Config = IntBMoEConfig
     blocks: Callable[..., Blocks]
-    """``blocks(dtype, backend, conditioning, branches)``: the K blocks, large tensors in ``dtype``, laid out for
-    ``backend``. Weights and biases may be read once ``branches`` are joined."""
+    """``blocks(dtype, backend, conditioning, branches)`` returns the K blocks, with large tensors in ``dtype``, laid
+    out for ``backend``. Their weights and biases may be read only after ``branches`` are joined."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -181,7 +181,7 @@ class BlockLayer(MoELayer):
 
     @property
     def backend(self) -> Backend | None:
-        """What runs the layer: one of ``ops.backend.BACKENDS``, "naive" being the specification; None: by the input."""
+        """One of ``ops.backend.BACKENDS``, of which "naive" is the specification; None chooses by the input."""
         return self._backend
 
     @backend.setter
@@ -263,7 +263,7 @@ class IntBMoE(BlockLayer):
         self.pools = nn.ModuleList(Pool(c.experts, a, b, bias=c.bias) for a, b in pairwise(c.widths))
         self.filter = Linear(c.dim + c.code_width, c.dim) if c.filter else None
         self.recompute = False
-        """Whether the backends fused and grouped compose again in backward, instead of keeping what they composed."""
+        """Whether the fused and grouped backends compose again in backward instead of keeping the composed weights."""
 
     @property
     def weight_dtype(self) -> torch.dtype:
@@ -284,7 +284,7 @@ class IntBMoE(BlockLayer):
         """Compose the K blocks in the wide type; the matrices are then cast once."""
         codes = self._codes(conditioning)
         made, codes = () if codes is self.codebook else (codes,), branches.common(codes)
-        # With ``recompute`` the main branch uses the coefficients too, wherever it composes.
+        # With ``recompute``, weights are composed where they are used, so the main branch needs the coefficients too.
         with (NONE if self.recompute else branches).branch(*made):
             coefficients = self.hypernetwork(codes, backend)
             composed = [pool(coefficients, dtype, backend, self.recompute) for pool in self.pools]
@@ -306,37 +306,37 @@ class IntBMoE(BlockLayer):
 
     @torch.no_grad()
     def start_as(self, module: nn.Module) -> None:
-        """The last pool is zero, so all blocks are; it alone has a gradient at the first step, from then on all do."""
-        require(self.config.shared, "shared", self.config.shared, "True where a module becomes the shared expert")
+        """Make ``module`` the shared expert and zero the last pool, the only one with a gradient at the first step."""
+        require(self.config.shared, "shared", self.config.shared, "True, because the module becomes the shared expert")
         self.shared = module
         for parameter in self.pools[-1].parameters():
             parameter.zero_()
 
     def precompose(self, dtype: torch.dtype | None = None, conditioning: Tensor | None = None) -> "ComposedMoE":
-        """A frozen layer with the same outputs, without pools and hypernetwork: its cost does not depend on E.
+        """Return a frozen layer with the same outputs but no pools or hypernetwork: its cost does not depend on E.
 
-        ``dtype`` is the type of the composed weights and of its inputs (default: this layer's). The router keeps
-        its own, so that a half-precision copy sends tokens where this layer would. A layer with ``conditioning_dim``
-        is composed for one ``conditioning``.
+        ``dtype`` is the type of its composed weights and inputs (default: this layer's). The router keeps its own
+        type, so that a half-precision copy routes tokens as this layer does. A layer with ``conditioning_dim`` is
+        composed for one ``conditioning``.
         """
         return ComposedMoE.of(self, dtype or self.weight_dtype, conditioning)
 
     def load_reference_state_dict(self, state: Mapping[str, Tensor]) -> list[str]:
-        """Take parameters under the authors' names, strictly; returns the keys that their module holds but never uses.
+        """Load parameters under the authors' names, strictly; return the keys that their module has but never uses.
 
-        Unknown keys, missing keys, wrong shapes and twins that differ raise before anything is changed.
+        Unknown or missing keys, wrong shapes and unequal copies of one parameter raise before anything is changed.
         """
         own, unused = from_reference(self, state)
         self.load_state_dict(own)
         return unused
 
     def to_reference_state_dict(self) -> dict[str, Tensor]:
-        """The parameters under the authors' names, and what their module holds unused as it starts there."""
+        """The parameters under the authors' names; those that their module never uses have its initial values."""
         return to_reference(self)
 
 
 class ComposedMoE(BlockLayer):
-    """IntBMoE for inference: composed blocks only. Nothing to train, nothing to go stale, no trace of E.
+    """IntBMoE for inference: it holds only composed blocks, has nothing to train, and does not depend on E.
 
     ``IntBMoE.precompose`` makes one; ``ComposedMoE(config)`` makes an empty one for ``load_state_dict``.
     """
@@ -355,7 +355,7 @@ class ComposedMoE(BlockLayer):
     def of(cls, layer: IntBMoE, dtype: torch.dtype, conditioning: Tensor | None = None) -> "ComposedMoE":
         """Compose ``layer``'s blocks, once."""
         require_whole(layer, "cannot precompose")
-        with torch.device("meta"):  # every tensor is replaced below; drawing none leaves the random state alone
+        with torch.device("meta"):  # every tensor is replaced below; no random numbers are drawn
             composed = cls(layer.config).train(layer.training)
         with torch.no_grad(), autocast_off(layer.codebook):
             blocks = layer.blocks(dtype, conditioning=conditioning)
@@ -378,7 +378,7 @@ class ComposedMoE(BlockLayer):
         self, dtype: torch.dtype, backend: Backend = "tiled", conditioning: Tensor | None = None, _: Branches = NONE
     ) -> Blocks:
         if conditioning is not None:
-            raise ValueError("conditioning is part of a precomposed layer: leave it out, or precompose for this one")
+            raise ValueError("a precomposed layer takes no conditioning: leave it out, or precompose again with it")
         stored = all_in_int8(self.block_weights) if backend == "native" else None
         weights, scales = stored or (tuple(cast(weight, dtype) for weight in self.block_weights), ())
         zeros = (weight.new_zeros(len(weight), weight.shape[2], dtype=dtype) for weight in weights)
@@ -393,7 +393,7 @@ class ComposedMoE(BlockLayer):
         )
 
     def active_parameters(self) -> int:
-        """All but the blocks that one token does not visit."""
+        """All parameters except those of the blocks that a token does not visit."""
         per_block = [*self.block_weights, *self.block_biases]
         per_block += [] if self.block_filter is None else [self.block_filter]
         idle = sum(tensor.numel() // tensor.shape[0] for tensor in per_block) * (self.config.blocks - self.config.top_k)

@@ -5,7 +5,7 @@ While a graph is captured, parts that do not need each other (composing the bloc
 therefore launched on streams of their own, which become branches of the graph. Autograd runs each backward on the
 stream of its forward, so the gradients branch in the same way. The kernels and their results do not change.
 
-Outside a capture everything stays on one stream: there Python launches one kernel at a time anyway.
+Outside a capture everything stays on one stream, because Python launches one kernel at a time anyway.
 """
 
 import os
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 MOST_ENTRIES = 1 << 24
-"""Of an input, below which there are branches: 8,192 tokens of width 2048 fill an H200 by themselves."""
+"""Inputs with fewer entries get branches: 8,192 tokens of width 2048 fill an H200 by themselves."""
 
 enabled = os.environ.get("INTBMOE_BRANCHES") != "0"
 
@@ -28,7 +28,7 @@ _of_thread = threading.local()
 def _may_branch(x: Tensor | None) -> bool:
     if x is None or torch.compiler.is_compiling() or not (enabled and x.is_cuda and x.numel() < MOST_ENTRIES):
         return False
-    # Sharded training frees gathered weights when the main stream is done with them, whatever other streams still read.
+    # Sharded training frees gathered weights when the main stream is done, even if other streams still read them.
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         return False
     return torch.cuda.is_current_stream_capturing()
@@ -49,10 +49,10 @@ class Branches:
         return "NONE" if self._main is None else f"Branches(started={len(self._sides)})"
 
     def branch(self, *read: Tensor) -> AbstractContextManager[None]:
-        """Launch what is inside as a branch, up to ``join``.
+        """Launch the body of the ``with`` statement as a branch that ends at ``join``.
 
-        It starts after all that was launched so far, whose results ``read`` it reads. If it reads nothing that was made
-        since the fork, when this object was, give it no tensors: then it starts there.
+        ``read`` are the tensors it reads that were made since the fork, the creation of this object. With any, the
+        branch starts after everything launched so far; with none, it starts at the fork.
         """
         return nullcontext() if self._main is None else self._start(read)
 
@@ -69,14 +69,14 @@ class Branches:
             yield
 
     def common(self, parameter: Tensor) -> Tensor:
-        """A parameter that the main branch and another read: as a view, so that its gradients meet on the main branch.
+        """Return a view of a parameter that two branches read, so that its gradients are added on the main branch.
 
         Autograd adds gradients to a parameter on the stream that first used it, and warns if they come from another.
         """
         return parameter if self._main is None else parameter.view_as(parameter)
 
     def join(self, *made: Any) -> None:
-        """Wait for all branches; ``made`` are the tensors that they made (what is not a tensor is skipped)."""
+        """Wait for all branches; ``made`` are the tensors that they made (other values are skipped)."""
         for side in self._sides:
             self._main.wait_stream(side)
         if self._sides:
@@ -90,8 +90,9 @@ NONE = Branches(None)
 def _keep(tensors: tuple[Any, ...], stream: torch.cuda.Stream) -> None:
     """Tell the allocator that ``stream`` uses the tensors too.
 
-    Without gradients this is not needed: the next branch starts after all that reads them, and holding memory until the
-    end of a capture would cost a deep model the composed weights of every layer. A backward gives no such order.
+    Without gradients this is not needed, because the next branch starts after everything that reads them; and memory
+    that is held until the end of a capture would add up to the composed weights of every layer of a deep model. A
+    backward gives no such order.
     """
     if torch.is_grad_enabled():
         for tensor in tensors:
@@ -100,7 +101,7 @@ def _keep(tensors: tuple[Any, ...], stream: torch.cuda.Stream) -> None:
 
 
 def _side_stream(device: torch.device, number: int) -> torch.cuda.Stream:
-    """Each thread has its own: two threads may capture at the same time."""
+    """Each thread has its own streams, because two threads may capture at the same time."""
     streams = vars(_of_thread).setdefault(device, [])
     while len(streams) <= number:
         streams.append(torch.cuda.Stream(device))

@@ -1,4 +1,4 @@
-"""IntBMoE's parameters under the names of the authors' released module."""
+"""Converts IntBMoE's parameters to and from the names of the authors' released module."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -14,14 +14,14 @@ SHARED = {
     "mlp": {"up.": "0.", "down.": "2."},
     "linear": {"": ""},
 }
-"""Kind of shared expert → its parts, our names → the authors'."""
+"""For each kind of shared expert, our names of its parts → the authors' names."""
 
 
 def reference_names(layer: Any) -> dict[str, tuple[str, ...]]:
-    """Map an IntBMoE's parameter names to the authors' names, of which a parameter may have two."""
+    """Map an IntBMoE's parameter names to the authors' names; a parameter may have two."""
     c = layer.config
     ours_or_none = layer.shared is None or isinstance(layer.shared, OURS)
-    require(ours_or_none, "shared", type(layer.shared), "one of the authors' kinds, so that it has their names")
+    require(ours_or_none, "shared", type(layer.shared), "one of the authors' kinds, which have names in their module")
     prefixes = {
         "codebook": ["block_embeddings.weight"],
         "scale": ["composition_alpha"],
@@ -53,7 +53,7 @@ def reference_names(layer: Any) -> dict[str, tuple[str, ...]]:
 
 
 def unused_in_reference(layer: Any) -> dict[str, Tensor]:
-    """Initial values that the authors' module holds but never uses: its last LayerNorm, and biases it does not add."""
+    """Initial values of what the authors' module has but never uses: its last LayerNorm, and biases it does not add."""
     c, like, unused = layer.config, layer.pools[-1].weight.detach(), {}
     if c.layer_norm:
         last = f"layer_norms.{len(c.hidden)}"
@@ -65,20 +65,22 @@ def unused_in_reference(layer: Any) -> dict[str, Tensor]:
 
 
 def from_reference(layer: Any, state: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], list[str]]:
-    """The authors' ``state`` under our names, and those of its keys that their module never uses; raises if it does not
-    fit ``layer``."""
+    """The authors' ``state`` under our names, and the keys in it that their module never uses.
+
+    Raises if ``state`` does not fit ``layer``.
+    """
     own, names, unused = layer.state_dict(), reference_names(layer), unused_in_reference(layer)
     expected = {theirs: own[ours] for ours, found in names.items() for theirs in found}
     require_state("reference", state, expected | {key: unused[key] for key in unused if key in state})
     for first, *twins in names.values():
         for twin in twins:
             if not torch.equal(state[first], state[twin]):
-                raise ValueError(f"reference parameters {first!r} and {twin!r} differ: they must be one parameter")
+                raise ValueError(f"reference parameters {first!r} and {twin!r} differ: they must be equal")
     return {ours: state[found[0]] for ours, found in names.items()}, [key for key in unused if key in state]
 
 
 def to_reference(layer: Any) -> dict[str, Tensor]:
-    """The layer's state under the authors' names, with what their module holds unused as it starts there."""
+    """The layer's state under the authors' names; what their module never uses has its initial values."""
     own = layer.state_dict()
     state = {theirs: own[ours].clone() for ours, found in reference_names(layer).items() for theirs in found}
     return state | unused_in_reference(layer)

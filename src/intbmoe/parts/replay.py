@@ -1,14 +1,14 @@
-"""An inference forward on a GPU, replayed from a CUDA graph as soon as a shape comes back.
+"""Replays a layer's inference forward on a GPU from a CUDA graph once an input shape repeats.
 
-One forward of a layer is some thirty kernels. For few tokens Python takes ten times as long to start them as the GPU
-to run them; a graph starts them at once. Around the graph are two copies: of the input to where the graph reads, and of
-the output from where it writes. The kernels are the same, and read the parameters where they are, so training in
-between is seen. A parameter that moves is another key.
+One forward of a layer is some thirty kernels. For few tokens, Python takes ten times as long to launch them as the GPU
+takes to run them; a graph launches them all at once. The input is copied to where the graph reads, and the output is
+copied from where it writes. The kernels are the same and read the parameters in place, so a graph sees parameters that
+were trained since it was recorded. If a parameter moves, another graph is recorded.
 
-Only where nobody can notice: in evaluation mode, without gradients, on the device's default stream (so never inside
-somebody else's capture), with nothing that traces or counts operations, and with modules of our own without hooks or
-parametrisations. Not for large inputs, where the GPU is the limit. Flags of torch that change a product, other than
-float32's precision, are those of the recording.
+Graphs are used only where the caller cannot tell the difference: in evaluation mode, without gradients, on the device's
+default stream (so never inside another capture), if nothing traces or counts operations, and if all modules are known
+types without hooks or parametrisations. Large inputs run without a graph, because the GPU is their bottleneck. Torch's
+flags that affect products keep the values from the recording, except for the float32 precision.
 
 All graphs of a device share their memory. INTBMOE_GRAPHS=0 in the environment, or ``replay.enabled = False``, switches
 them off.
@@ -43,8 +43,8 @@ MODULES = {
     Linear, LinearMap, MLPRouter, Hypernetwork, Pool, SwiGLU, SiLUNetwork, SummedExperts,
 }  # fmt: skip
 TENSORS = {Tensor, nn.Parameter}
-MOST_ENTRIES = 1 << 21  # of an input
-MOST_GRAPHS = 32  # of a layer
+MOST_ENTRIES = 1 << 21  # per input
+MOST_GRAPHS = 32  # per layer
 
 enabled = os.environ.get("INTBMOE_GRAPHS") != "0"
 
@@ -66,14 +66,14 @@ class _Graph(NamedTuple):
 
 
 class _Modules:
-    """A layer's modules as they were found, its graphs, and what has come once."""
+    """A layer's modules as first found, its graphs, and the keys that have been seen once."""
 
     def __init__(self, layer: nn.Module) -> None:
         modules = list(layer.modules())
         self._parts = [(module, type(module)) for module in modules[1:]]
         self._children = [(module._modules, tuple(module._modules.values())) for module in modules]
         self._tables = [table for module in modules for table in (module._parameters, module._buffers)]
-        # FSDP1 puts parameters beside the tables, as plain attributes: those move unseen.
+        # FSDP1 keeps parameters outside the tables, as plain attributes, where ``place`` would not see them move.
         hidden = any(isinstance(value, Tensor) for module in modules for value in vars(module).values())
         self.known = not hidden and all(kind in MODULES for _, kind in self._parts)
         self._count = len(self._tensors())
@@ -86,20 +86,20 @@ class _Modules:
         return not any(tuple(table.values()) != children for table, children in self._children)
 
     def untouched(self) -> bool:
-        """Whether nobody stands between a module and its forward."""
+        """Whether calling each module runs only its own forward: no hooks, no replaced forwards."""
         return all(untouched(*part) for part in self._parts) and not torch_module._has_any_global_hook()
 
     def place(self) -> int | None:
-        """A number for where all parameters and buffers are and how they lie; None if they are not plain tensors."""
+        """A number for the addresses and layouts of all parameters and buffers; None if any is not a plain tensor."""
         tensors = self._tensors()
         state = [each.data_ptr() for each in tensors], [each.is_contiguous() for each in tensors]
         known, known_state, number = self._last
-        # The same tensors in the same memory: all that follows takes longer, and gives the same.
+        # For the same tensors in the same memory, the slower code below would give the same number.
         if state == known_state and all(map(is_, tensors, known)):
             return number
         if len(tensors) != self._count or not TENSORS.issuperset(map(type, tensors)):
             return None
-        if len(self._places) >= MOST_GRAPHS:  # those of before are no more
+        if len(self._places) >= MOST_GRAPHS:  # parameters no longer have the earlier places
             self._places.clear()
             self.graphs.clear()
         places = tuple((each.data_ptr(), each.dtype, each.shape, each.stride()) for each in tensors)
@@ -112,14 +112,14 @@ class _Modules:
 
 
 _found: WeakKeyDictionary[nn.Module, _Modules] = WeakKeyDictionary()
-_first: dict[torch.device, Recorder] = {}  # of a device: all others share its memory
-_one_at_a_time = threading.Lock()  # graphs share memory, and their inputs and outputs have fixed places
+_first: dict[torch.device, Recorder] = {}  # each device's first recorder, whose memory the others share
+_one_at_a_time = threading.Lock()  # graphs share memory, and their inputs and outputs have fixed addresses
 
 
 def replayed(layer: MoELayer, x: Tensor, mask: Tensor | None, settings: Any, forward: Forward) -> Tensor | None:
-    """``forward(x, mask)`` of ``layer`` by a graph; None where there must not be one, or is not yet.
+    """Run ``forward(x, mask)`` of ``layer`` from a graph; None if there may not be one or none is recorded yet.
 
-    ``settings`` are what the forward depends on besides tensors and the Config.
+    ``settings`` is whatever else the forward depends on besides tensors and the Config.
     """
     if not (enabled and _applies(layer, x, mask)) or observed((x, mask)) or transformed():
         return None
@@ -138,8 +138,8 @@ def replayed(layer: MoELayer, x: Tensor, mask: Tensor | None, settings: Any, for
         if found is None:
             if len(modules.graphs) >= MOST_GRAPHS:
                 modules.graphs.clear()
-            modules.graphs[key] = "seen"  # a shape that comes once is not recorded
-        # What is recorded runs three times: ``record_routing`` would see all of them.
+            modules.graphs[key] = "seen"  # to be recorded if it comes again
+        # Recording runs the forward three times, and ``record_routing`` would see all three.
         elif found == "seen" and not layer.statistics.wants(False):
             found = modules.graphs[key] = _record(modules, layer, x, mask, forward) or "refused"
         return found.run(x, mask) if isinstance(found, _Graph) else None
@@ -164,7 +164,7 @@ def _record(modules: _Modules, layer: MoELayer, x: Tensor, mask: Tensor | None, 
     if modules.recorder is None:
         modules.recorder = Recorder(x.device, layer, beside=_first.get(x.device))
         _first.setdefault(x.device, modules.recorder)
-    # Not inference tensors: those cannot be written to outside inference mode.
+    # Inference tensors could not be written to outside inference mode.
     with torch.inference_mode(False), torch.no_grad():
         own_x, own_mask = x.clone(memory_format=torch.contiguous_format), None if mask is None else mask.clone()
         y = torch.empty_like(own_x)

@@ -32,7 +32,7 @@ WORDS += ["über-naïve", "東京", "☂", "12", "1,024", "=", "f(y)"]
 
 
 def document(number):
-    """A text with its number in it; now and then empty, long, or about the end of text itself."""
+    """A text that contains its number; sometimes empty, long, or with the end-of-text token in it."""
     if number % 17 == 5:
         return ""
     words = [WORDS[(number * 7 + place * place) % len(WORDS)] for place in range(3 + number * 13 % 60)]
@@ -40,7 +40,7 @@ def document(number):
 
 
 def plain_document(number):
-    """One that can stand in a file where the end of text separates documents."""
+    """A document for files in which end-of-text tokens separate documents."""
     return document(number).replace(END_OF_TEXT, "the end") or f"document {number}"
 
 

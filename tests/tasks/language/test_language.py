@@ -35,7 +35,7 @@ def recipe(moe=None, model=SMALL, data=DATA):
 
 
 def with_tokens(task, **splits):
-    """The task on tokens of ours."""
+    """The task, reading the given tokens."""
     task._source = TokenSource("ours", task.recipe.model.vocabulary, {k: np.asarray(v) for k, v in splits.items()})
     return task
 
@@ -76,7 +76,7 @@ def test_the_dense_model_is_the_plain_llama_and_the_others_get_the_papers_budget
 
 
 class Given(nn.Module):
-    """A "model" that answers with what it was given."""
+    """A fake model that returns what it was given."""
 
     def __init__(self, logits):
         super().__init__()
@@ -87,7 +87,7 @@ class Given(nn.Module):
 
 
 class Copies(nn.Module):
-    """Sure that the next token is the one it sees."""
+    """A fake model that is certain that the next token is the one it sees."""
 
     def forward(self, ids, mask=None):
         return 50.0 * F.one_hot(ids, 257)
@@ -112,7 +112,7 @@ def test_loss_is_a_sum_over_tokens_and_means_come_from_sums():
 
 
 def test_a_model_that_copies_its_input_does_not_win():
-    """It would, if the target of a token were the token itself."""
+    """It would win if the target of a token were the token itself."""
     task = with_tokens(make_task(recipe()), train=np.arange(1000) % 257)
     batch = task.split("train").batch(range(20), 0, 0)
     assert torch.equal(batch["targets"], (batch["ids"] + 1) % 257)
@@ -191,11 +191,11 @@ def test_the_unigram_floor_is_the_cross_entropy_of_shares(monkeypatch):
     model, data = replace(SMALL, vocabulary=5), replace(DATA, length=3)
     train, test = [0, 0, 0, 1, 2, 2, 1, 0, 0], [4, 0, 1, 3, 2, 0, 0, 4]
     task = with_tokens(make_task(recipe(model=model, data=data)), train=train, test=test)
-    share = np.array([6, 3, 3, 1, 1]) / 14  # each counted once more than it occurs
-    targets = test[1:7]  # what the two examples of three ask for
+    share = np.array([6, 3, 3, 1, 1]) / 14  # add-one smoothing
+    targets = test[1:7]  # the targets of the two examples of length three
     loss = -np.log(share[targets]).mean()
     assert task.floors() == {"unigram": pytest.approx({"loss": loss, "perplexity": math.exp(loss)})}
-    # It is what a model that knows nothing but these shares gets.
+    # A model that knows only these shares gets the same loss.
     logits = torch.tensor(np.log(share)).expand(2, 3, 5)
     sums = task.evaluate(Given(logits), task.split("test").batch([0, 1], 0, 0))
     assert task.metrics(sums)["loss"] == pytest.approx(loss)
@@ -277,7 +277,7 @@ def stdlib_recipe(seed, **changes):
 
 @pytest.mark.slow
 def test_the_standard_library_is_learned(tmp_path):
-    """Far below what single bytes tell, and evaluated again the same."""
+    """The loss ends far below the unigram entropy, and a second evaluation gives the same."""
     one = stdlib_recipe(0, steps=LEARNING_STEPS)
     run = train(one, root=tmp_path, quiet=True)
     floor = make_task(one).floors()["unigram"]["loss"]
@@ -288,7 +288,7 @@ def test_the_standard_library_is_learned(tmp_path):
 
 LEARNING_STEPS = 80
 LEARNING_MARGIN = 0.4
-"""Nats under the unigram entropy, 3.26 on Python 3.11: over three seeds 0.53 to 0.58 were measured."""
+"""Nats below the unigram entropy, which is 3.26 on Python 3.11; three seeds reached 0.53 to 0.58."""
 
 
 def test_a_broken_off_run_goes_on_bit_for_bit(tmp_path):
@@ -311,7 +311,7 @@ def test_a_broken_off_run_goes_on_bit_for_bit(tmp_path):
 
 @pytest.mark.slow
 def test_the_paper_size_model_takes_a_real_step():
-    """In 16 GiB: weights, gradients and Adam's moments take 11.8 of them, so the one sequence is a short one."""
+    """In 16 GiB: weights, gradients and Adam's moments take 11.8 GiB, so the single sequence is short."""
     full = load_recipe("minipile")
     assert full.model == LlamaConfig()
     full = replace(full, data=replace(full.data, length=256))

@@ -60,7 +60,7 @@ def task_of(path, vocabulary=None, length=16, **data):
 
 
 def documents_of(task, split):
-    """What the bytes of a split say, document by document."""
+    """The documents of a split, decoded from its bytes."""
     tokens = task._source.splits[split]
     ends = np.flatnonzero(tokens == 256)
     parts = np.split(tokens, ends + 1)
@@ -119,7 +119,7 @@ def test_files_named_after_splits_are_those(tmp_path):
     assert documents_of(task, "valid") == DOCUMENTS[20:35]
     assert documents_of(task, "test") == DOCUMENTS[35:]
     (tmp_path / "test.jsonl").unlink()
-    task = task_of(tmp_path)  # the one other part is the test
+    task = task_of(tmp_path)  # the only other part is the test split
     assert documents_of(task, "test") == DOCUMENTS[20:35]
     assert len(documents_of(task, "valid")) == 2
     assert len(documents_of(task, "train")) == 18

@@ -1,4 +1,4 @@
-"""Reading: examples from tokens, folders that are not whole, and the standard library."""
+"""Reading: examples from tokens, incomplete folders, and the standard library."""
 
 import json
 import pickle
@@ -117,7 +117,7 @@ def test_a_path_is_needed(tmp_path):
 
 
 def library(root):
-    """A few files, some of which do not count."""
+    """A few files, some of which are not read."""
     names = [f"module{number}.py" for number in range(200)] + ["email/parser.py", "json/__init__.py"]
     left_out = ["test/test_x.py", "idlelib/a.py", "site-packages/torch/a.py", "lib2to3/tests/b.py", "notes.txt"]
     left_out += ["_sysconfigdata__linux.py", "json/__pycache__/c.py", "dist-packages/d.py", "encodings/cp850.py"]
@@ -151,7 +151,7 @@ def test_a_file_is_in_one_split_by_its_path_alone(tmp_path, monkeypatch):
             assert ids[-1] == stdlib.END_OF_TEXT
     assert sorted(found) == names
     assert found == {name: stdlib.split_of(name) for name in names}
-    # On every machine and in every version: these are fixed for good, as are the figures that were measured with them.
+    # The same on every machine and in every version, because measured figures depend on them.
     assert [stdlib.split_of(name) for name in ("os.py", "ast.py", "json/decoder.py")] == SPLITS_OF_KNOWN_FILES
 
 

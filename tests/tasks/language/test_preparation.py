@@ -1,4 +1,4 @@
-"""``intbmoe prepare minipile`` and ``wikipedia``: what they write, what they refuse, and that nothing kills them."""
+"""``intbmoe prepare minipile`` and ``wikipedia``: what they write, what they refuse, and that they survive kills."""
 
 import hashlib
 import json
@@ -37,7 +37,7 @@ NAMES = sorted(WRITE)
 
 @pytest.fixture(autouse=True)
 def _small_steps(monkeypatch):
-    """As many batches, blocks and moments to be killed at in a small file as there are in a large one."""
+    """Give a small file as many batches, blocks and moments for a kill as a large one has."""
     monkeypatch.setattr(tokenizer, "BATCH_DOCUMENTS", 8)
     monkeypatch.setattr(minipile, "READ_ROWS", 8)
     monkeypatch.setattr(wikipedia, "READ_BYTES", 700)
@@ -51,7 +51,7 @@ def sources(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def whole(sources, tmp_path_factory):
-    """What an uninterrupted preparation leaves: name → (folder, its files)."""
+    """The results of uninterrupted preparations: name → (folder, its files)."""
     made = {}
     for name in NAMES:
         folder = tmp_path_factory.mktemp(f"{name}-packed")
@@ -103,7 +103,7 @@ def test_a_second_call_counts_the_same_and_touches_nothing(name, sources, whole,
 
 
 def killed_at(name, source, target, moment):
-    """A preparation in a process that ends itself by SIGKILL at its n-th sign of life; True if it came to its end."""
+    """Run a preparation in a process that kills itself at its n-th progress report; True if it finished before that."""
     child = os.fork()
     if child == 0:
         calls = 0
@@ -129,7 +129,7 @@ def killed_at(name, source, target, moment):
 def test_killed_in_the_middle_of_every_file_it_ends_with_the_same_bytes(name, sources, whole, tmp_path):
     kills = 0
     finished = {}
-    # Each start may die later than the one before, as a part that is finished is not done again.
+    # A later start may get further, because finished parts are not done again.
     for moment in (1, 2, 4, 3, 6, 2, 5, 3, 7, 4, 9, 6, 12, 8, 16, 10, 20, 40, 10**6):
         if killed_at(name, sources[name], tmp_path, moment):
             break
@@ -144,12 +144,12 @@ def test_killed_in_the_middle_of_every_file_it_ends_with_the_same_bytes(name, so
 
 
 class _Stop(BaseException):
-    """As Ctrl-C, at a moment of our choice."""
+    """Like Ctrl-C, at a chosen moment."""
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_stopped_before_or_after_any_rename_it_ends_with_the_same_bytes(name, sources, whole, tmp_path, monkeypatch):
-    """A rename is what makes a file exist: these are the moments between which the folder changes its state."""
+    """Files come into being by a rename, so these are the moments at which the folder's state changes."""
     replace, stops = os.replace, 0
     for moment in range(100):
         target, calls = tmp_path / str(moment), iter(range(1000))
@@ -247,7 +247,7 @@ prepare(Path({str(sources["minipile"])!r}), Path({str(tmp_path)!r}), skip_bad=Fa
 
 
 def invalid_utf8(count, bad):
-    """A column of strings, one of which is none."""
+    """A column of strings, one of which is not valid UTF-8."""
     content, offsets = b"", [0]
     for row in range(count):
         content += b"\xff\xfe" if row == bad else b"fine"
@@ -294,7 +294,7 @@ def truncate(path, share=0.6):
 
 
 def damage(path):
-    """Some bytes of the first column's pages are overwritten, the rest is as it was."""
+    """Overwrite some bytes of the first column's pages, and leave the rest as it was."""
     content = bytearray(path.read_bytes())
     content[40:400] = bytes(360)
     path.write_bytes(content)

@@ -1,4 +1,4 @@
-"""Tokenizers of sentencepiece: the ids are its own, and later commands need only ``tokenizer.json``."""
+"""sentencepiece tokenizers: the ids are the same as its own, and later commands need only ``tokenizer.json``."""
 
 import json
 import sys

@@ -6,14 +6,14 @@ from intbmoe.tasks.sequences.source import ItemSequences
 
 
 def sequences(*histories, item_count=None):
-    """The histories of users 0, 1, …, as the readers give them."""
+    """The histories of users 0, 1, …, as the readers return them."""
     items = np.array([item for history in histories for item in history], dtype=np.int64)
     offsets = np.cumsum([0, *map(len, histories)]).astype(np.int64)
     return ItemSequences(items, offsets, item_count or int(items.max()) + 1)
 
 
 def check_ins(*histories):
-    """The arrays of a file of check-ins, whose times rise within a user and start anew with the next."""
+    """The arrays of a file of check-ins; times increase within a user and start again for the next."""
     found = sequences(*histories)
     lengths = found.lengths
     return {

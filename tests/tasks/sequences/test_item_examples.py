@@ -14,7 +14,7 @@ HISTORIES = ([0, 1, 2, 3, 4, 5, 6, 7, 8], [9, 9, 10], [11, 12], [13], [14, 15, 1
 
 
 def numbered(lengths):
-    """Histories in which every event has a number of its own."""
+    """Histories in which every event has a different number."""
     ends = np.cumsum(lengths)
     return sequences(*(range(end - length, end) for end, length in zip(ends, lengths, strict=True)))
 

@@ -61,12 +61,12 @@ def test_floors_by_hand():
     data = sequences([0, 0, 1, 0, 1], [3, 2, 2, 3, 2], [0, 0, 3, 1, 4])
     floors = item_floors(data)
     assert popularity_places(data, np.array([4, 9, 14])).tolist() == [0, 2, 3, 1, 4]
-    # Targets 1, 2, 4 stand on the places 3, 4, 5 of popularity.
+    # By popularity, the targets 1, 2, 4 have ranks 3, 4, 5.
     assert floors["popularity"]["HR@1"] == 0
     assert floors["popularity"]["HR@5"] == 1
     assert floors["popularity"]["NDCG@10"] == pytest.approx(sum(1 / math.log2(1 + rank) for rank in (3, 4, 5)) / 3)
     # User 0 has 0 three times and 1 once: rank 2. User 1 has 2 and 3 twice, and 3 is more popular: rank 2.
-    # User 2 has never been to 4: it comes last of five, behind 0, 3 and 1, and by popularity 2.
+    # User 2 has never visited 4, so it comes last of five: behind 0, 3 and 1, and behind 2 by popularity.
     for name in ("visit counter", "visit counter, popularity"):
         assert floors[name]["HR@1"] == 0
         assert floors[name]["NDCG@10"] == pytest.approx((2 / math.log2(3) + 1 / math.log2(6)) / 3)

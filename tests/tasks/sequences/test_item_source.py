@@ -1,4 +1,4 @@
-"""Both forms of a file become the same sequences, and every way of being wrong is named with its place."""
+"""Both forms of a file become the same sequences, and every kind of error is reported with its place."""
 
 import numpy as np
 import pytest

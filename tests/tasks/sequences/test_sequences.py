@@ -36,7 +36,7 @@ def file(tmp_path):
 
 
 class Says(nn.Module):
-    """A "model" with an answer prepared."""
+    """A fake model with a prepared answer."""
 
     def __init__(self, answer):
         super().__init__()
@@ -85,7 +85,7 @@ def test_loss_is_a_sum_over_the_targets(file):
     batch = task.split("train").batch(range(3), 0, 0)
     total, count = task.loss(model, batch)
     assert count.item() == (batch["targets"] != PADDING).sum() == 3 + 1 + 1
-    assert total.item() / 5 == pytest.approx(math.log(5), rel=0.2)  # knows nothing yet
+    assert total.item() / 5 == pytest.approx(math.log(5), rel=0.2)  # an untrained model knows nothing
 
 
 def test_metrics_by_hand_add_up_over_batches(file):
@@ -134,7 +134,7 @@ def test_floors_are_those_of_the_files_test_split(file):
     assert list(floors) == ["popularity", "visit counter", "visit counter, popularity"]
     own = make_task(recipe(file)).metrics(dict.fromkeys(("count", "count new", "loss", *_sum_names()), 1.0))
     assert all(set(metrics) == set(own) - {"loss"} for metrics in floors.values())
-    # 2 is one of three that its user visited equally often, of all items it is fourth; 4 is new and never seen before.
+    # 2 is one of three items that its user visited equally often, and fourth of all; 4 is new and never seen before.
     assert floors["popularity"]["HR@5"] == 1.0
     assert floors["visit counter"]["share new"] == 0.5
 
@@ -144,7 +144,7 @@ def _sum_names():
 
 
 def walks(users=24, length=14, items=10):
-    """Histories on a circle: what comes next is certain, and the counter knows nothing of it."""
+    """Histories on a circle: the next item is certain, but visit counts do not show it."""
     return [[(user * 3 + step) % items for step in range(length)] for user in range(users)]
 
 

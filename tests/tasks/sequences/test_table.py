@@ -211,7 +211,7 @@ def test_paths_and_settings_that_do_not_fit(tmp_path):
     with pytest.raises(DataError, match=r"a\.csv is empty"):
         task_of(tmp_path / "a.csv").resolve()
     write(tmp_path / "a.csv")
-    assert task_of(tmp_path).resolve().model.items == 4  # the one table of a folder
+    assert task_of(tmp_path).resolve().model.items == 4  # the only table in a folder
     with pytest.raises(DataError, match=r"a\.csv gives model\.items=4, not 7: set it to 4"):
         task_of(tmp_path / "a.csv", items=7).resolve()
     with pytest.raises(ValueError, match="user='who' is not allowed: only source='table' reads user"):

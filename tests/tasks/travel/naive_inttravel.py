@@ -1,4 +1,4 @@
-"""IntTravel's tables prepared the plain way, row by row in memory: what the out-of-core preparation must equal."""
+"""IntTravel's tables prepared simply, row by row in memory: the out-of-core preparation must give the same."""
 
 import gzip
 from pathlib import Path
@@ -79,7 +79,7 @@ def prepare(folder: Path) -> dict:
 
 
 def depart(rows: list[dict[str, str]], start: int, end: int) -> int:
-    """1 + hours from row ``start`` until the user sets out for its place, 49 for two days and more or never."""
+    """1 + hours from row ``start`` until the user sets out for its place; 49 for two days or more, or never."""
     first = rows[start]
     if not first["poi_id"]:
         return 0

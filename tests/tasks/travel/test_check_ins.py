@@ -18,7 +18,7 @@ CELL, REGION = SCENARIO.index("cell"), SCENARIO.index("region")
 
 
 def made_up(**changes):
-    """People who go anywhere, in the order of (user, time); ``hour`` and ``dow`` are five hours behind UTC."""
+    """People who visit random places, sorted by (user, time); ``hour`` and ``dow`` are five hours behind UTC."""
     random = np.random.default_rng(3)
     number = USERS * VISITS
     time = np.sort(random.integers(1_333_000_000, 1_360_000_000, (USERS, VISITS)), axis=1).ravel()
@@ -59,7 +59,7 @@ def task_of(path, sessions=6, **data):
 
 
 def targets(task, split):
-    """Of each target of a split: its shard's session."""
+    """For each target of a split, its session in the shard."""
     (windows,) = task.split(split).windows
     ends = zip(windows.stop, windows.targets, strict=True)
     return np.concatenate([np.arange(stop - count, stop) for stop, count in ends])
@@ -76,7 +76,7 @@ def test_every_event_is_a_target_once_and_no_target_is_earlier_than_what_was_tra
 
 
 def test_a_prediction_sees_the_place_before_and_the_hour_and_nothing_of_the_answer(write):
-    """Another answer to the last event of a window changes no input but the answer itself, nor what the model says."""
+    """Changing the answer of a window's last event changes no other input, and no prediction."""
     arrays = made_up()
     task = task_of(write())
     last = int(task.split("test").windows[0].stop[0]) - 1
@@ -101,8 +101,8 @@ def test_a_prediction_sees_the_place_before_and_the_hour_and_nothing_of_the_answ
 
 
 def test_a_served_model_scores_as_in_training_copies_included(write):
-    """Requests made of windows give the scores that the model gives the windows themselves."""
-    task = task_of(write(hour=None, dow=None), sessions=VISITS)  # so that windows begin where histories do
+    """Requests made from windows get the scores that the model gives the windows themselves."""
+    task = task_of(write(hour=None, dow=None), sessions=VISITS)  # so that windows start where histories start
     torch.manual_seed(0)
     model = task.make_model().double().eval()
     assert model.copy_scale is not None
@@ -117,7 +117,7 @@ def test_a_served_model_scores_as_in_training_copies_included(write):
     with torch.no_grad():
         predictions = model.predict(batch)[torch.arange(len(windows)), batch["mask"].sum(1) - 1]
         scores = predictions @ model.encode_places(tensors["codes"][1:]).T * task.recipe.model.dim**-0.5
-    for number in range(0, len(windows), 2):  # every other request leaves out what was visited
+    for number in range(0, len(windows), 2):  # every other request excludes visited places
         (answer,) = predictor.answer([predictor.encode({**requests[number], "top_n": 5})])
         best = scores[number].topk(5)
         assert [result["id"] for result in answer["results"]] == best.indices.tolist()

@@ -51,7 +51,7 @@ def test_the_arrays_are_as_the_schema_says(users):
     assert shard.offsets[-1] == len(shard.time)
     assert len(shard.offsets) == len(shard.profile) + 1 == users + 1
     user = np.repeat(np.arange(users), np.diff(shard.offsets))
-    assert (np.diff(shard.time)[np.diff(user) == 0] > 5 * 60 * 1000).all()  # else two would be one session
+    assert (np.diff(shard.time)[np.diff(user) == 0] > 5 * 60 * 1000).all()  # otherwise two would count as one session
     for row in (shard.place, shard.via):
         assert row.min() >= -1
         assert row.max() < sizes.places
@@ -81,9 +81,9 @@ def test_arguments_are_checked():
 
 
 def test_context_tells_much_more_than_a_counter_of_visits(journeys):
-    """Counting tables of (who, when, where from) → category, with the score by taste, against the visit counter.
+    """Count tables of (who, when, where from) → category, scored by taste, compared with the visit counter.
 
-    Half of the negatives and more are places of the same cell, so that the neighbourhood alone decides nothing.
+    At least half of the negatives are places in the same cell, so that the neighbourhood alone decides nothing.
     """
     places, shard = journeys.places, journeys.shards[0]
     random = np.random.default_rng(0)
@@ -115,7 +115,7 @@ def test_context_tells_much_more_than_a_counter_of_visits(journeys):
         strangers_home = (places.category[candidates] == 1) & (visits == 0)
         both = likely + 2.5 * (visits > 0) + np.log1p(visits) - 6 * strangers_home
         for name, score in (("counter", visits.astype(float)), ("context", likely), ("both", both)):
-            score = score + random.uniform(0, 1e-6, size=len(score))  # ties fall at random
+            score = score + random.uniform(0, 1e-6, size=len(score))  # ties are broken at random
             hits[name] += (score > score[-1]).sum() < 5
     rates = {name: number / len(tests) for name, number in hits.items()}
     assert 0.4 < rates["counter"] < 0.6

@@ -1,4 +1,4 @@
-"""Preparing IntTravel's tables: equal to the plain way, whatever the sizes, the files and the interruptions."""
+"""Preparing IntTravel's tables gives the same as the simple version, for any sizes, files and interruptions."""
 
 import dataclasses
 import gzip
@@ -66,7 +66,7 @@ def test_written_tables_give_the_same_journeys_back(journeys, tmp_path, header):
     for made, read in ((journeys.places, stored.places), (journeys.shards[0], stored.shards[0])):
         for field in dataclasses.fields(made):
             before, after = getattr(made, field.name), getattr(read, field.name)
-            if before is None:  # a clock for each session, which check-ins alone have
+            if before is None:  # a clock for each session, which only check-ins have
                 assert after is None, field.name
                 continue
             assert before.dtype == after.dtype, field.name
@@ -91,7 +91,7 @@ def test_shards_divide_the_users_and_keep_their_sessions(journeys, raw, tmp_path
 
 
 def write_random_tables(folder: Path, choose: random.Random) -> None:
-    """Small tables with all that is allowed: ties, empty fields, parts, gzip, CRLF, columns in another order."""
+    """Small tables with everything that is allowed: ties, empty fields, parts, gzip, CRLF, columns in another order."""
     ids = choose.sample(range(1, 10**12), choose.randint(1, 12))
     cells, regions = [choose.randrange(10**8) for _ in range(3)], [0, 7, 3000]
 
@@ -204,7 +204,7 @@ class StoppedError(Exception):
 
 @pytest.mark.parametrize("zipped", [False, True])
 def test_stopped_after_every_step_it_goes_on_to_the_same_bytes(raw, tmp_path, zipped):
-    if zipped:  # where to go on counts in bytes of the text, line breaks as they are
+    if zipped:  # the place to resume is in bytes of the text, with its own line breaks
         (tmp_path / "raw").mkdir()
         for file in raw.iterdir():
             text = file.read_bytes().replace(b"\n", b"\r\n")
@@ -237,9 +237,9 @@ def test_stopped_in_the_middle_of_writing_it_goes_on_to_the_same_bytes(raw, tmp_
     original, calls, written = getattr(owner, function), 0, set()
 
     def stopping(file, *rest):
-        """Stops the first time each file is written, half of the times after it is written."""
+        """Stops the first time each file is written, half of the times before the write and half after."""
         nonlocal calls
-        place = re.sub(r"\.[0-9a-z_]{8}\.part", "", str(file))  # folders are filled under other names each time
+        place = re.sub(r"\.[0-9a-z_]{8}\.part", "", str(file))  # folders have temporary names while they are filled
         if place in written:
             return original(file, *rest)
         written.add(place)
@@ -281,7 +281,7 @@ def test_killed_at_any_moment_it_goes_on_to_the_same_bytes(raw, tmp_path):
 
 def test_finished_work_is_not_done_again(raw, tmp_path, monkeypatch):
     first = run(raw, tmp_path)
-    monkeypatch.setattr(np, "save", None)  # whatever is written now fails
+    monkeypatch.setattr(np, "save", None)  # every write now fails
     assert run(raw, tmp_path) == first
 
 

@@ -24,7 +24,7 @@ def examples(split, sessions=SESSIONS, data=None, **options):
 
 
 def targets_of(split, data, sessions):
-    """(shard, session) of every target of a split, as its windows have them."""
+    """(shard, session) of every target in the windows of a split."""
     found = []
     for number, windows in enumerate(examples(split, sessions, data).windows):
         for stop, count in zip(windows.stop.tolist(), windows.targets.tolist(), strict=True):
@@ -62,7 +62,7 @@ def test_windows_stay_with_their_user_and_have_as_much_history_as_there_is(count
     assert (windows.targets >= 1).all()
     assert (start >= oldest).all()
     assert (windows.stop <= newest).all()
-    # The first target has sessions/2 before it, or all of the user's.
+    # The first target has sessions/2 sessions before it, or all that the user has.
     history = windows.length - windows.targets
     assert ((history >= sessions - aimed) | (start == oldest)).all()
 
@@ -174,7 +174,7 @@ def test_a_sessions_negatives_do_not_depend_on_the_window_it_lies_in():
 
 @pytest.mark.parametrize("cell", [None, np.ones(90), np.r_[np.ones(80), np.arange(2, 12)], np.arange(90) + 1])
 def test_negatives_are_distinct_and_half_of_them_neighbours(cell):
-    """Cells of all sizes: one for all places, one place for each, one that holds nearly all."""
+    """Cells of all sizes: one for all places, one for each place, one that holds nearly all."""
     places = fake_places(cell)
     candidates = Candidates(places)
     answers = np.repeat(np.arange(PLACES), 30)
@@ -233,7 +233,7 @@ def test_scores_are_coded_by_their_rank_whatever_their_scale():
 
 
 def test_the_index_of_a_million_users_is_made_at_once():
-    """16 bytes a window and no Python object a user: 162.8 M users are 163 times as much."""
+    """16 bytes per window and no Python object per user: 162.8 M users take 163 times as much."""
     users = 1_000_000
     shard = fake_journeys(((3,),)).shards[0]
     repeated = {f.name: np.tile(getattr(shard, f.name), users) for f in fields(shard) if f.name in ("time", "place")}

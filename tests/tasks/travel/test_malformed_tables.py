@@ -16,7 +16,7 @@ pytest.importorskip("duckdb")
 
 
 def rows(*lines: str) -> str:
-    """Fields are separated by blanks here, and a dash is an empty one."""
+    """Table rows from lines in which blanks separate fields and a dash is an empty field."""
     return "".join("\t".join("" if field == "-" else field for field in line.split()) + "\n" for line in lines)
 
 
@@ -69,7 +69,7 @@ def test_the_tables_are_good(tmp_path):
 
 
 def change(text: str, row: int, field: int, value: str | None) -> str:
-    """``text`` with a field (from 0) of a row (from 1) replaced, or all from it on left out."""
+    """``text`` with a field (from 0) of a row (from 1) replaced, or without that field and all after it."""
     lines = text.split("\n")
     fields = lines[row - 1].split("\t")
     lines[row - 1] = "\t".join(fields[:field] if value is None else [*fields[:field], value, *fields[field + 1 :]])
@@ -148,7 +148,7 @@ MALFORMED_ELSEWHERE = [
 ]
 
 
-# Rows are checked in the same way in one chunk, where only their numbers are simpler.
+# With a single chunk, rows are checked in the same way, and only their numbers are simpler.
 @pytest.mark.parametrize(
     ("text", "message", "kind", "budget"),
     thinned(
@@ -194,7 +194,7 @@ def test_several_malformed_rows_are_all_counted(tmp_path):
 
 
 def test_what_was_skipped_stops_when_it_must_not_be(tmp_path):
-    """Chunks finished with --skip-bad are of no use without it."""
+    """Chunks finished with --skip-bad are not used without it."""
     source = write(tmp_path / "raw", actions=change(ACTIONS, 4, 1, "noon"))
 
     def stop_at_sorting(stage, *_):

@@ -1,4 +1,4 @@
-"""How, when and via beside where: the same backbone, labels of their own, and nothing seen too early."""
+"""How, when and via in addition to where: the same backbone, separate labels, and nothing seen too early."""
 
 from dataclasses import replace
 
@@ -61,7 +61,7 @@ def test_losses_and_metrics_by_hand(fake):
     expected = {name: [] for name in ALL}
     hours, right, via = [], [], []
     for b, s in batch["targets"].nonzero().tolist():
-        scenario, before = outputs[b, 6 + 3 * s], outputs[b, 6 + 3 * s - 2]  # the intention of the session before
+        scenario, before = outputs[b, 6 + 3 * s], outputs[b, 6 + 3 * s - 2]  # the previous session's intention
         candidates = model.encode_places(batch["candidates"][b, s])
         expected["where"].append(-(candidates @ scenario / 4).log_softmax(0)[0])
         label = int(batch["depart"][b, s]) - 1
@@ -142,7 +142,7 @@ def test_departures_against_reading_every_row():
 
 
 def test_a_run_with_all_tasks_is_trained_exported_and_served(tmp_path):
-    """On generated journeys, whose places have names and coordinates: these must survive into the artifact."""
+    """On generated journeys, whose places have names and coordinates, which must reach the artifact."""
     one = replace(recipe(users=60), train=TrainSettings(steps=3, batch=8))
     run = train(one, tmp_path, quiet=True)
     assert {"HR@5", "how accuracy", "when accuracy", "via HR@5"} <= run.result["test"].keys()
@@ -166,7 +166,7 @@ def test_a_run_with_all_tasks_is_trained_exported_and_served(tmp_path):
 
 @pytest.mark.parametrize("method", ["mmoe", "ple", "dsfnet", "intbmoe", "mixtral"])
 def test_the_head_may_be_told_its_task(fake, method):
-    """Each task then has predictions of its own, and gradients in the same head; others have one for all."""
+    """Each task then has its own predictions and gradients in the same head; otherwise all tasks share one."""
     torch.manual_seed(0)
     given = replace(recipe(model=replace(SMALL, head_by_task=True)), moe=MoESettings(method, 4))
     task = make_task(given)

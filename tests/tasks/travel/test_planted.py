@@ -1,4 +1,4 @@
-"""The planted rule: only scenario and cell together tell the destination, and the ceiling is what knowing it gives."""
+"""The planted rule: only scenario and cell together give the destination, and the ceiling is the score of the rule."""
 
 from dataclasses import replace
 from itertools import permutations
@@ -39,7 +39,7 @@ def test_as_many_trips_follow_the_rule_as_its_strength_says():
 
 
 def test_the_ceiling_is_the_mean_over_all_orders_of_who_knows_the_rule():
-    """Counted: every rank that ties can give, each in its turn."""
+    """Computed from every rank that ties can give."""
     data, rule = make_planted(0.6, users=3), make_rule()
     (shard,) = data.shards
     at = np.flatnonzero(shard.time >= data.test_from)
@@ -61,7 +61,7 @@ def test_the_ceiling_is_the_mean_over_all_orders_of_who_knows_the_rule():
 
 
 def test_expected_ranks_are_those_of_ties_broken_at_random():
-    """Three candidates that are equal, one that is better: all orders, by the metric that models are measured with."""
+    """Three equal candidates and a better one, in all orders, by the metric that models are measured with."""
     scores = torch.tensor([[0.0, 9.0, 0.0, 0.0]])
     orders = [torch.tensor([order]) * 1e-3 for order in permutations([1.0, 2.0, 3.0, 4.0])]
     sums = [ranking_gains(scores + order, torch.zeros(1, 4, dtype=torch.int32)) for order in orders]

@@ -42,14 +42,14 @@ def fake(monkeypatch):
 
 
 class Scores(nn.Module):
-    """A "model" that answers with what it was given."""
+    """A fake model that returns what it was given."""
 
     def forward(self, batch):
         return batch["scores"][batch["targets"]]
 
 
 def scored(rows):
-    """A batch of one user whose sessions have these scores, the true place's first; all are targets but the last."""
+    """A batch of one user whose sessions have these scores, the true place's first; all but the last are targets."""
     scores = torch.tensor([rows])
     targets = torch.arange(len(rows)).unsqueeze(0) < len(rows) - 1
     candidates = torch.zeros(*scores.shape, 5, dtype=torch.int32)
@@ -68,7 +68,7 @@ def test_metrics_by_hand():
     assert metrics["HR@5"] == 3 / 5
     assert metrics["HR@2"] == metrics["NDCG@2"] == 1 / 5
     assert metrics["NDCG@5"] == pytest.approx((1 + 1 / math.log2(4) + 1 / math.log2(6)) / 5)
-    # Of the right category are the true place and the third and sixth of the others, which stand at rank 3 or 4.
+    # The true place and the third and sixth of the others, at rank 3 or 4, have the right category.
     assert [metrics[f"CIR@{n}"] for n in (1, 2, 5, 10)] == [4 / 5, 4 / 5, 0, 0]
     expected = F.cross_entropy(batch["scores"][0, :5], torch.zeros(5, dtype=torch.int64))
     assert metrics["loss"] == pytest.approx(expected.item(), rel=1e-6)
@@ -127,7 +127,7 @@ def test_a_method_that_looks_ahead_is_refused():
 
 
 def test_nothing_trained_on_is_evaluated(fake):
-    """The same over whole batches: the answers of the three splits are disjoint sessions and all there are."""
+    """The same over whole batches: the answers of the three splits are disjoint and cover all sessions."""
     task = make_task(recipe())
     count = 0
     for name in ("train", "valid", "test"):
@@ -137,7 +137,7 @@ def test_nothing_trained_on_is_evaluated(fake):
 
 
 def test_floors_are_counts_before_the_session(fake):
-    """Against counting in plain Python, on the candidates that models get."""
+    """Compared with counts in plain Python, on the candidates that models get."""
     popular = Counter(p for s in fake.shards for p, t in zip(s.place, s.time, strict=True) if t < fake.valid_from)
     test = JourneyExamples(JourneyReader(fake, 8), "test")
     batch = test.batch(range(len(test)), 0, 0)
@@ -256,7 +256,7 @@ def test_the_paper_size_model_takes_a_real_step(monkeypatch):
     intbmoe.after_step(model, optimizer)
     assert total.item() / count.item() == pytest.approx(math.log(65), abs=1)
     still = {name for name, value in model.named_parameters() if name in before and torch.equal(value, before[name])}
-    # A residual scale of 0 is moved by the first step only where its gradient is not zero.
+    # The first step moves a residual scale of 0 only if its gradient is not zero.
     assert not {name for name in still if "attn" in name or "place" in name}
 
 

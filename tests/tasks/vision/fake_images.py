@@ -10,7 +10,7 @@ from intbmoe.models.vit import ViTConfig
 
 
 def picture(label, number, width=40, height=36):
-    """An image that tells its label (red) and its number (green) in flat colour, which survives JPEG."""
+    """An image whose flat colour, which survives JPEG, encodes its label (red) and number (green)."""
     array = np.zeros((height, width, 3), dtype=np.uint8)
     array[..., 0], array[..., 1], array[..., 2] = 40 * label + 20, 10 * number + 20, 128
     return array
@@ -37,7 +37,7 @@ def write_tar(path, members):
 
 
 def sheets(classes=3):
-    """The members of a tar: ten training tiles and six test tiles a class."""
+    """The members of a tar: ten training tiles and six test tiles per class."""
     return {
         "classes.json": b"[]",
         **{f"train/{label:03d}.jpg": encode(sheet(label, 2, 5)) for label in range(classes)},

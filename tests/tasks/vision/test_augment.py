@@ -88,7 +88,7 @@ def test_without_augmentation_pixels_are_only_normalised():
 def test_light_shifts_within_the_padding_and_flips_half():
     count = 400
     pixels = np.zeros((count, 9, 9, 1), dtype=np.uint8)
-    pixels[:, 4, 3] = 255  # left of the middle: a flip shows
+    pixels[:, 4, 3] = 255  # left of the middle, so that a flip is visible
     draws = example_draws(0, 0, range(count))
     still = shift_and_flip(pixels, draws, pad=2, flip=0.0)
     found = np.argwhere(still[..., 0])
@@ -106,7 +106,7 @@ def test_light_works_on_one_channel():
 
 
 def test_deit_is_the_appendix():
-    """Read off the transforms timm built: sizes, probabilities, operations, and their order."""
+    """Read from the transforms that timm builds: sizes, probabilities, operations, and their order."""
     steps = DeiT(224, IMAGENET_NORMALISATION, Augmentation(kind="deit"))._transform.transforms
     names = [type(step).__name__ for step in steps]
     assert names == [
@@ -148,7 +148,7 @@ def test_every_operation_works_at_any_magnitude():
 
 
 def test_erasing_strikes_a_quarter_of_the_images():
-    """On a flat image nothing but the noise has many colours."""
+    """On a flat image only the noise has many colours."""
     settings = Augmentation(kind="deit", rand_augment="rand-m0-n0")
     deit = DeiT(32, IMAGENET_NORMALISATION, settings)
     image = Image.fromarray(picture(1, 1))
@@ -189,7 +189,7 @@ def test_settings_are_checked(settings, message):
 
 
 def test_timm_leaves_colour_jitter_out_beside_rand_augment():
-    """The released code asks for jitter 0.4 as well: what it gets is our transform, which asks for none."""
+    """The released code also asks for jitter 0.4, but gets the same transform as ours, which asks for none."""
     make = timm_data.timm_data().create_transform
     asked = make(224, is_training=True, color_jitter=0.4, auto_augment="rand-m9-mstd0.5-inc1")
     names = [type(step).__name__ for step in asked.transforms]

@@ -1,4 +1,4 @@
-"""What the classes are called, where the source says so."""
+"""The names of the classes, if the source has them."""
 
 import json
 from dataclasses import replace
@@ -58,11 +58,11 @@ def test_imagenet_folders_and_digits(tmp_path):
 def test_imagenet_names_by_wordnet_id_and_by_label():
     every = imagenet_class_names(None, 1000)
     assert (every[0], every[8], every[195], every[999]) == ("tench", "hen", "Boston bull", "toilet tissue")
-    assert len(set(every)) == 1000, "no name is that of two classes"
+    assert len(set(every)) == 1000, "no two classes share a name"
     assert imagenet_class_names(["n02096585", "n01514859"], 2) == ("Boston bull", "hen")
     assert imagenet_class_names(["n02096585", "my cats"], 2) is None
     assert imagenet_class_names(None, 10) is None, "these may be any classes"
-    # timm's own words for an id agree, but for the two that torchvision tells apart.
+    # timm's own names agree, except for two that torchvision tells apart.
     info = timm_data().ImageNetInfo()
     words = [info.label_name_to_description(wnid).split(",")[0] for wnid in info.label_names()]
     assert [label for label in range(1000) if words[label] != every[label]] == [134, 639]

@@ -50,7 +50,7 @@ def test_one_folder_is_divided_class_by_class_and_always_alike(tmp_path):
     assert recipe is task.recipe
     assert task.class_names() == CLASSES
     splits = {name: names_of(task.split(name).images) for name in ("train", "valid", "test")}
-    assert sorted(map(len, splits.values())) == [3, 9, 18]  # a fifth of the seven that the test leaves is one
+    assert sorted(map(len, splits.values())) == [3, 9, 18]  # a fifth of the seven outside the test split is one
     assert len(set().union(*splits.values())) == 30
     again = task_of(tmp_path / "pets", valid_fraction=0.2, test_fraction=0.3)
     assert names_of(again.split("test").images) == splits["test"]

@@ -1,4 +1,4 @@
-"""Every source reads what it should, holds out the same images always, and says what is wrong with a bad file."""
+"""Every source reads what it should, always holds out the same images, and says what is wrong with a bad file."""
 
 import os
 import pickle
@@ -21,13 +21,13 @@ DIGITS = vit(image_size=8, patch_size=2, channels=1, classes=10)
 
 
 def told(pixels):
-    """(label, number) that each fake picture tells in its colours."""
+    """(label, number) that each fake picture encodes in its colours."""
     middle = pixels[:, pixels.shape[1] // 2, pixels.shape[2] // 2].astype(float)
     return [(round((red - 20) / 40), round((green - 20) / 10)) for red, green, _ in middle]
 
 
 def contents(images, size=32):
-    """What each image tells, its label checked."""
+    """What each image encodes; its label is checked."""
     found = told(images.pixels(range(len(images.labels)), size))
     assert [label for label, _ in found] == images.labels.tolist()
     return found
@@ -132,7 +132,7 @@ def test_the_real_tiny_imagenet():
     source = tiny_imagenet.read(os.environ["INTBMOE_DATA"], vit(classes=200), 0.05)
     assert [len(split.labels) for split in (source.train, source.valid, source.test)] == [95_000, 5_000, 10_000]
     assert np.bincount(source.test.labels).tolist() == [50] * 200
-    # A broken loader shows: the nearest of all training images on raw pixels has the right class for 2.7 %.
+    # A broken loader would show: by raw pixels, the nearest training image has the right class for 2.7 %.
     train = source.train.array.reshape(95_000, -1).astype(np.float32)
     test = source.test.array[::25].reshape(400, -1).astype(np.float32)
     distances = (train**2).sum(1) - 2 * test @ train.T
@@ -250,7 +250,7 @@ def test_imagenet_can_be_read_in_other_processes(tmp_path, write):
 
 
 shared = []
-"""What a forked process finds without pickling, as a data loader's worker does."""
+"""Read by a forked process without pickling, as in a data loader's worker."""
 
 
 def opens_files_of_its_own():

@@ -1,4 +1,4 @@
-"""Image files of strangers: the pixels that a decoder makes of the whole file, and no more work than that."""
+"""Untrusted image files: the same pixels as decoding the whole file, with no more work than that."""
 
 import io
 import struct
@@ -23,7 +23,7 @@ from intbmoe.tasks.vision.untrusted import (
 
 PICTURE = Image.fromarray(np.random.default_rng(0).integers(0, 256, (61, 83, 3), dtype=np.uint8))
 EXIF = Image.Exif()
-EXIF[0x0112], EXIF[0x010E] = 6, "x" * 30_000  # turned by a quarter, which no decoder of ours minds; a long description
+EXIF[0x0112], EXIF[0x010E] = 6, "x" * 30_000  # a quarter turn, which our decoders ignore; a long description
 
 
 def file(image, kind, **options):
@@ -37,14 +37,14 @@ def png_chunk(kind, content):
 
 
 def with_chunks(*chunks):
-    """A small PNG, with more chunks after its head."""
+    """A small PNG with extra chunks after its header."""
     content = file(PICTURE, "PNG")
     end = len(PNG) + 25
     return content[:end] + b"".join(chunks) + content[end:]
 
 
 def jpeg_of_scans(count, side=256):
-    """A grey progressive JPEG, with ``count`` more scans, each of nothing but runs of ended blocks."""
+    """A grey progressive JPEG with ``count`` more scans, each only of end-of-block runs."""
     content = file(Image.new("L", (side, side)), "JPEG", progressive=True)
     table = bytes((0xFF, 0xC4, 0, 20, 0x10, 1, *[0] * 15, 0xE0))  # one code, for a run of 2¹⁴ blocks and more
     blocks = (side // 8) ** 2

@@ -27,7 +27,7 @@ def recipe(moe=None, model=DIGITS, augmentation=None, **data):
 
 
 class Scores(nn.Module):
-    """A "model" that answers with what it was given."""
+    """A fake model that returns what it was given."""
 
     def forward(self, images):
         return images
@@ -66,7 +66,7 @@ def test_the_dense_model_is_the_plain_vit_and_the_others_get_the_papers_budget()
     assert switch.blocks[0].moe.config.experts == 5  # E + 1 without a shared path
     assert switch.blocks[1].moe is None
     soft = make_task(recipe(MoESettings("soft", 4))).make_model()
-    assert soft.blocks[0].moe.config.slots == 16 // 5  # one slot a patch, over all experts
+    assert soft.blocks[0].moe.config.slots == 16 // 5  # one slot per patch, over all experts
     ours = make_task(recipe(MoESettings("intbmoe", 4, {"top_k": 1, "blocks": 3}))).make_model().blocks[0].moe.config
     assert (ours.experts, ours.top_k, ours.blocks) == (4, 1, 3)
 
@@ -114,7 +114,7 @@ def test_loss_is_a_sum_against_soft_targets():
     total, _ = smoothed.loss(Scores(), smoothed.prepare(batch, torch.Generator()))
     expected = F.cross_entropy(scores, labels, label_smoothing=0.1) * 6
     assert total.item() == pytest.approx(expected.item(), rel=1e-5)
-    # Evaluation knows no smoothing, and no mixing.
+    # Evaluation uses no smoothing and no mixing.
     assert smoothed.prepare(batch, None) is batch
 
 
@@ -173,7 +173,7 @@ def test_settings_are_checked(make, message):
 
 
 def fast_recipe(name):
-    """The recipe's data and model as they are, for fake data of three classes."""
+    """The recipe with its own data and model settings, for fake data of three classes."""
     full = load_recipe(name)
     return replace(full, model=replace(full.model, classes=3))
 

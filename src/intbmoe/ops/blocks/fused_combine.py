@@ -34,7 +34,10 @@ def gated_combine(
     plan: Permutation,
     dtype: torch.dtype,
 ) -> Tensor:
-    """(M, P·o) rows sorted by group, (N, k) weights, (N, o) ``shared`` → (N, o) in ``dtype``; no group adds nothing."""
+    """(M, P·o) rows sorted by group, (N, k) weights, (N, o) ``shared`` → (N, o) in ``dtype``.
+
+    A choice without a group adds nothing.
+    """
     return _gated_combine(rows, bias, gain, scale, weights, shared, *plan[:5], plan.complete, dtype)[0]
 
 
@@ -79,7 +82,7 @@ def _gated_combine_forward(
             roots += (rms,)
         total += weight[:, None] * z
     if GATE:
-        for number in tl.static_range(CHOICES):  # after all loads, as none of them is moved before a store
+        for number in tl.static_range(CHOICES):  # after all loads, because no load is moved ahead of a store
             tl.store(statistics + places[number], roots[number], mask=places[number] < count)
     tl.store(out + place, total.to(out.dtype.element_ty), mask=there)
 
@@ -134,7 +137,7 @@ def _gated_combine_backward(
                 dv = dz
             tl.store(weight_grad + own, tl.sum(dy * z, 1), mask=live)
             tl.store(row_grad + place, dv.to(row_grad.dtype.element_ty), mask=mask)
-            if shared_grad is not None:  # the row of a token's first choice casts for the shared expert
+            if shared_grad is not None:  # the row of a token's first choice casts the shared expert's gradient
                 cast = shared_grad + own_token[:, None] * WIDTH + column[None, :]
                 tl.store(cast, dy.to(shared_grad.dtype.element_ty), mask=mask & (own % CHOICES == 0)[:, None])
             bias_sum += dv
@@ -179,7 +182,7 @@ def _run_backward(grad, rows, statistics, bias, gain, scale, weights, token, cho
         grad, rows, statistics, bias, gain, scale, weights, token, choice, ends, complete, casts, dtype
     )
     if not complete:
-        weight_grad.zero_()  # choices of no group
+        weight_grad.zero_()  # for choices without a group
     if count == 0:
         return row_grad, weight_grad, sums.zero_(), shared_grad
     width = grad.shape[1]
@@ -201,7 +204,7 @@ def _allocate_backward(
     grad, rows, statistics, bias, gain, scale, weights, token, choice, ends,
     complete: bool, casts: bool, dtype: torch.dtype,
 ):  # fmt: skip
-    """``casts``: whether the gradient is wanted in ``dtype`` too, that of the shared expert's output."""
+    """``casts``: whether to write the gradient in ``dtype`` too, the type of the shared expert's output."""
     columns = rows.shape[1] if gain is None else rows.shape[1] + gain.shape[0] + 1
     sums = rows.new_empty(ends.shape[0], columns, dtype=torch.float32)
     shared_grad = grad.new_empty(grad.shape[0] if casts else 0, grad.shape[1], dtype=dtype)
@@ -215,9 +218,9 @@ def _save(ctx, inputs, output):
 
 
 def _differentiate(ctx, grad, _):
-    saved = ctx.saved_tensors  # once: checkpointing gives them no second time
+    saved = ctx.saved_tensors  # read only once, as checkpointing requires
     gain = saved[3]
-    # Without a row for every choice some token might have none to cast its gradient.
+    # Unless every choice has a row, some token may have no row that would cast its gradient.
     casts = ctx.complete and ctx.shared not in (None, grad.dtype)
     row_grad, weight_grad, sums, shared_grad = _combine_gradient(
         grad, *saved, ctx.complete, casts, ctx.shared or grad.dtype

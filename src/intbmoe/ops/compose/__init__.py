@@ -1,4 +1,4 @@
-"""Merging a pool of expert bases into blocks."""
+"""Merges a pool of expert bases into blocks."""
 
 from typing import NamedTuple
 
@@ -36,7 +36,7 @@ def compose(coefficients: Coefficients, pool: Tensor, dtype: torch.dtype, backen
 def compose_both(
     coefficients: Coefficients, pool: Tensor, biases: Tensor, dtype: torch.dtype, backend: Backend
 ) -> tuple[Tensor, Tensor]:
-    """As ``compose``, and its biases (E, o) → (K, P·o) in the wide type; one kernel does both."""
+    """As ``compose``, and also the pool's biases (E, o) → (K, P·o) in the wide type; one kernel does both."""
     if backend == "fused":
         from intbmoe.ops.compose import fused
 
@@ -45,7 +45,7 @@ def compose_both(
 
 
 def compose_biases(coefficients: Coefficients, biases: Tensor, backend: Backend) -> Tensor:
-    """A pool's biases (E, o) → (K, P·o), alone."""
+    """Compose only a pool's biases (E, o) → (K, P·o)."""
     return compose(coefficients, biases.unsqueeze(1), wide(biases).dtype, backend).squeeze(1).contiguous()
 
 

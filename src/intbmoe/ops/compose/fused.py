@@ -1,23 +1,24 @@
-"""Composition as one matrix product in Triton, written once in the type and layout that the next product wants.
+"""Composition as one matrix product in Triton, written once in the type and layout that the next product needs.
 
-The product is coefficients (P·K, E) times the pool (E, i·o), cast, the paths of a row side by side. It is as exact as
-in float32, from several products on tensor cores: three of TF32, or six of bfloat16 where the arithmetic is what takes
-the time (twice as fast on an H200).
+The product is coefficients (P·K, E) times the pool (E, i·o); the result is cast, with the paths of a row side by side.
+It is as exact as in float32, but made of several products on tensor cores: three in TF32, or six in bfloat16 where
+arithmetic is the bottleneck (twice as fast on an H200).
 
 **Few rows** (P·K ≤ ``FEW_ROWS``): the product is skinny. The pool is read once and the blocks are written once.
-Backward likewise reads the blocks' gradient and the pool once, and writes the pool's gradient, by programs that go from
-columns to columns: each keeps its sum of the coefficients' gradient, and loads ahead.
+Backward likewise reads the blocks' gradient and the pool once, and writes the pool's gradient. Each of its programs
+loops over columns, loads ahead, and keeps its own sum of the coefficients' gradient.
 
-**Many rows** would not fit into a program's registers. Each program has a tile of them, and backward is two products:
-one for the pool, one for the coefficients. Tiles of the same columns run side by side and find them in the L2 cache.
-Where there is little to compute both products are one launch: each by itself would not fill a large GPU.
+**Many rows** would not fit into a program's registers. Each program computes a tile of them, and backward is two
+products: one for the pool, one for the coefficients. Tiles of the same columns run at the same time and share them in
+the L2 cache. If there is little to compute, both products are one launch, because neither would fill a large GPU.
 
 **Many rows of few bases** (E ≤ ``FEW_BASES``): tensor cores, which take 16 bases at a time, would multiply mostly
-zeros, and there is less to multiply than to write. So each base is multiplied and added by itself, and backward is one
+zeros, and there is less to multiply than to write. So each base is multiplied and added separately, and backward is one
 kernel.
 
-A program has ``columns`` of one line of the matrices. Where lines do not start at multiples of 16 bytes and most of the
-bytes that are moved are the pool's, it has as many entries of a whole matrix (``FLAT``), to read them in whole words.
+A program computes ``columns`` of one line of the matrices. If lines do not start at multiples of 16 bytes and most of
+the memory traffic is the pool's, it computes that many entries of a whole matrix instead (``FLAT``), so that it reads
+whole words.
 
 The pool's biases, a matrix of one line, are composed by the same launches. Partial sums of the coefficients' gradient
 are added in a fixed order.
@@ -34,22 +35,22 @@ from intbmoe.ops.launch import launch
 from intbmoe.ops.operation import define, schema_of
 from intbmoe.ops.triton_support import ALIGNMENT, ceil_div, empty_matrices, in_rows, power_of_2
 
-BACKWARD_PROGRAMS = 1056  # per 32 bases: as many as run at once on an H200. A constant: sums depend on it
+BACKWARD_PROGRAMS = 1056  # per 32 bases: as many as an H200 runs at once. The same on all devices, as sums depend on it
 FEW_ROWS, FEW_BASES = 16, 4
 
 
 class Cut(NamedTuple):
-    """What a program computes at a time; where there are fewer rows or bases it has these."""
+    """What a program computes at a time, less if there are fewer rows or bases."""
 
     rows: int
     bases: int
     columns: int
     warps: int
     precision: str = "tf32x3"
-    items: int = 1  # at least, where programs leave partial sums
+    items: int = 1  # at least this many for each program that leaves a partial sum
 
 
-# Measured on an H200, but for the first.
+# Measured on an H200, except for the first.
 FEW_BASES_CUT = Cut(rows=16, bases=1, columns=256, warps=4)
 FEW_BASES_BACKWARD_CUT = Cut(rows=16, bases=1, columns=128, warps=1)
 FEW_ROWS_CUT = Cut(rows=16, bases=32, columns=128, warps=2)
@@ -61,8 +62,8 @@ SOME_COEFFICIENTS_CUT = Cut(rows=32, bases=32, columns=64, warps=2)
 COEFFICIENTS_CUT = Cut(rows=64, bases=64, columns=64, warps=4, precision="bf16x6")
 
 SMALL_MATRIX = 200_000
-"""Entries of a base's matrix up to which programs are smaller, so that there are enough of them for a large GPU: 192 ×
-768 gained by it, larger ones were not tried. A constant, as sums depend on it."""
+"""Matrices with at most this many entries get smaller programs, so that there are enough of them for a large GPU.
+192 × 768 became faster; larger matrices were not tried. The same on all devices, as sums depend on it."""
 SMALL_COLUMNS = 64
 SMALL_FEW_ROWS_BACKWARD_CUT = Cut(rows=16, bases=32, columns=32, warps=1, items=2)
 SMALL_BACKWARD_CUT = Cut(rows=64, bases=64, columns=64, warps=4, precision="bf16x6", items=4)
@@ -70,8 +71,8 @@ SMALL_SOME_BASES_BACKWARD_CUT = Cut(rows=64, bases=16, columns=64, warps=2, item
 SOME_BASES = 16
 
 THREE_TILES, THREE_TILES_BASES = 48, 65
-"""Rows that three tiles of 16 hold, where one of 64 would be empty by a quarter, and the least bases. Tried with 200;
-with 48, and 24 rows, such tiles were slower than one of 32."""
+"""At most this many rows, with at least this many bases, are cut into three tiles of 16; a quarter of one tile of 64
+would be empty. Tried with 200 bases; with 48 bases and 24 rows, tiles of 16 were slower than one of 32."""
 THREE_TILES_CUT = Cut(rows=16, bases=16, columns=128, warps=2)
 THREE_TILES_BACKWARD_CUT = Cut(rows=16, bases=32, columns=64, warps=1, items=4)
 
@@ -98,7 +99,7 @@ def _forward_cut(rows: int, pool: Tensor) -> Cut:
 
 
 def _many_rows_launches(rows: int, pool: Tensor) -> list[tuple[Cut, str]]:
-    """Cuts and what is computed by them: both gradients in one launch, or where that is faster each in its own."""
+    """The launches, each a cut and what it computes: both gradients, or only one where two launches are faster."""
     if _small(pool) and rows <= SMALL_BACKWARD_CUT.rows and len(pool) <= SMALL_BACKWARD_CUT.bases:
         return [(SMALL_SOME_BASES_BACKWARD_CUT if len(pool) <= SOME_BASES else SMALL_BACKWARD_CUT, "both")]
     if _three_tiles(rows, len(pool)):
@@ -111,10 +112,10 @@ def _sizes(
     value: Tensor, gate: Tensor | None, pool: Tensor, composed: Tensor, bias_composed: Tensor | None, cut: Cut,
     passes: int = 1,
 ) -> dict[str, Any]:  # fmt: skip
-    """Launch arguments, by the ``cut``; ``passes`` are how often the pool, or one of its size, is read or written."""
+    """Launch arguments for a ``cut``; ``passes`` counts reads and writes of the pool or of a tensor of its size."""
     (blocks, bases), width = value.shape, pool.shape[2]
     paths = 1 if gate is None else 2
-    least = 1 if cut.bases == 1 else 16  # that tensor cores take
+    least = 1 if cut.bases == 1 else 16  # the fewest that tensor cores take
     odd = width % (ALIGNMENT // pool.element_size()) != 0 and pool.shape[1] > 1
     flat = odd and passes * bases * pool.element_size() > paths * blocks * composed.element_size()
     return {
@@ -129,7 +130,7 @@ def _sizes(
         "STEP": min(power_of_2(bases, least), cut.bases),
         "BLOCK": cut.columns if flat else min(cut.columns, power_of_2(width, 16)),
         "FLAT": flat,
-        "PRECISION": "ieee" if INTERPRETING else cut.precision,  # the interpreter has no bfloat16 ones
+        "PRECISION": "ieee" if INTERPRETING else cut.precision,  # the interpreter does not know bf16x6
         "num_warps": cut.warps,
     }
 
@@ -207,7 +208,7 @@ def _run_backward(grad, bias_grad, value, gate, pool, bias, factor):
         for cut, gradients in _many_rows_launches(len(sums), pool):
             sizes = _sizes(*paths, pool, *grads, cut)
             items, more, base_tiles = _items(pool, sizes), _bias_items(bias, sizes), _base_tiles(sizes)
-            first = 0  # program with the pool's gradient: before it are those with the coefficients'
+            first = 0  # first program for the pool's gradient; those before it compute the coefficients'
             if gradients != "pool":
                 tiles = _row_tiles(sizes) * base_tiles
                 programs = min(ceil_div(items, cut.items), ceil_div(BACKWARD_PROGRAMS, tiles))

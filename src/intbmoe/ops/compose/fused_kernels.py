@@ -1,11 +1,12 @@
-"""The kernels of the composition (``fused.py`` has how they are cut up and started).
+"""The kernels of the composition; ``fused.py`` chooses their tiles and launches them.
 
-Rows are those of the coefficients, (P·K, E), the value path first; the entries of a base's matrix are columns. An item
-is what a program has of the columns: ``BLOCK`` of one line of the matrices or, with ``FLAT``, of a whole matrix. Where
-``STEP``, the bases at a time, is 1, there are so few bases that tensor cores would multiply mostly zeros.
+Rows are the rows of the coefficients (P·K, E), value path first; columns are the entries of a base's matrix. An item is
+the columns that a program computes at a time: ``BLOCK`` of one line of the matrices or, with ``FLAT``, of a whole
+matrix. ``STEP`` is the number of bases at a time; it is 1 if there are so few bases that tensor cores would multiply
+mostly zeros.
 
-The pool's biases, a matrix of one line, are further items of the same kernels: a launch of their own would take longer
-than they do.
+The pool's biases, a matrix of one line, are further items of the same kernels, because a separate launch would take
+longer than the work itself.
 """
 
 import triton
@@ -16,7 +17,7 @@ import triton.language as tl
 def _coefficients(
     value, gate, factor, first_row, first, BLOCKS: tl.constexpr, E: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr
 ):
-    """(ROWS, STEP) coefficients: rows ``first_row`` …, value path first, of bases ``first`` …; zero past the ends."""
+    """(ROWS, STEP) coefficients from row ``first_row`` and base ``first`` on, value path first; zero past the ends."""
     row = first_row + tl.arange(0, ROWS)
     base = first + tl.arange(0, STEP)
     known = (base < E)[None, :]
@@ -30,7 +31,7 @@ def _coefficients(
 
 @triton.jit
 def _entries(item, size, WIDTH: tl.constexpr, ROW_STRIDE: tl.constexpr, BLOCK: tl.constexpr, FLAT: tl.constexpr):
-    """Where an item's entries stand in a base's matrix and in a composed one, and which are there."""
+    """The offsets of an item's entries in a base's matrix and in a composed one, and a mask of those that exist."""
     if FLAT:
         entry = item * BLOCK + tl.arange(0, BLOCK)
         return entry, entry // WIDTH * ROW_STRIDE + entry % WIDTH, entry < size
@@ -42,7 +43,7 @@ def _entries(item, size, WIDTH: tl.constexpr, ROW_STRIDE: tl.constexpr, BLOCK: t
 
 @triton.jit
 def _matrices(pool, first, entry, inside, size, E: tl.constexpr, STEP: tl.constexpr):
-    """Where the entries of bases ``first`` … stand in the pool, and which are there."""
+    """Pointers to the pool's entries for bases from ``first`` on, and a mask of those that exist."""
     base = first + tl.arange(0, STEP)
     return pool + base[:, None].to(tl.int64) * size + entry[None, :], (base < E)[:, None] & inside[None, :]
 
@@ -52,7 +53,7 @@ def _composed(
     out, first_row, entry, inside, WIDTH: tl.constexpr, BLOCK_STRIDE: tl.constexpr,
     BLOCKS: tl.constexpr, PATHS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Where the entries of rows ``first_row`` … stand in the composed tensor, and which are there."""
+    """Pointers to the composed tensor's entries for rows from ``first_row`` on, and a mask of those that exist."""
     row = first_row + tl.arange(0, ROWS)
     start = (row % BLOCKS).to(tl.int64) * BLOCK_STRIDE + row // BLOCKS * WIDTH
     return out + start[:, None] + entry[None, :], (row < PATHS * BLOCKS)[:, None] & inside[None, :]
@@ -176,7 +177,7 @@ def _pool_program(
     BLOCKS: tl.constexpr, PATHS: tl.constexpr, E: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr,
     BLOCK: tl.constexpr, FLAT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of one item of the pool, or of its biases."""
+    """Compute the gradient of one item of the pool or of its biases."""
     tiles: tl.constexpr = (E + STEP - 1) // STEP
     first = program % tiles * STEP
     item = program // tiles
@@ -219,7 +220,7 @@ def _coefficient_program(
     BLOCKS: tl.constexpr, PATHS: tl.constexpr, E: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr,
     BLOCK: tl.constexpr, FLAT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """A partial sum of one tile of the coefficients' gradient: over some items, or over one of the biases'."""
+    """Compute a partial sum of one tile of the coefficients' gradient, over some items or one item of the biases."""
     row_tiles: tl.constexpr = (PATHS * BLOCKS + ROWS - 1) // ROWS
     base_tiles: tl.constexpr = (E + STEP - 1) // STEP
     first = program % base_tiles * STEP
@@ -245,7 +246,7 @@ def many_rows_backward(
     BLOCKS: tl.constexpr, PATHS: tl.constexpr, E: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr,
     BLOCK: tl.constexpr, FLAT: tl.constexpr, PRECISION: tl.constexpr, GRADIENTS: tl.constexpr,
 ):  # fmt: skip
-    """GRADIENTS: "pool", "coefficients", or "both", where programs from ``first`` on have the pool's."""
+    """``GRADIENTS`` is "pool", "coefficients" or "both"; with "both", programs from ``first`` on compute the pool's."""
     if GRADIENTS == "coefficients":
         _coefficient_program(
             tl.program_id(0), grad, bias_grad, pool, bias, partials, factor, size, items, programs,
@@ -275,7 +276,7 @@ def _few_bases_item(
     BLOCKS: tl.constexpr, PATHS: tl.constexpr, E: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr,
     BLOCK: tl.constexpr, FLAT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Both gradients from one reading of the blocks' gradient: all rows of an item, a tile of them at a time."""
+    """Compute both gradients in one pass over the blocks' gradient: all rows of an item, a tile of rows at a time."""
     entry, place, inside = _entries(item, size, WIDTH, ROW_STRIDE, BLOCK, FLAT)
     matrices, totals = (), ()
     for base in tl.static_range(E):

@@ -1,4 +1,4 @@
-"""The specification: one path, one internal layer at a time, as the paper's equation reads."""
+"""The specification: one path of one internal layer at a time, as in the paper's equation."""
 
 from collections.abc import Sequence
 

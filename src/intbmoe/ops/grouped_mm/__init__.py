@@ -1,4 +1,4 @@
-"""Rows sorted by group, each group with its own matrix: the matrix product of every sparse method."""
+"""The matrix product of every sparse method: rows sorted by group, each group with its own matrix."""
 
 from torch import Tensor
 

@@ -1,8 +1,8 @@
 """The grouped product and its weight gradient in Triton.
 
-No launch waits for the device or depends on where the rows fall; sums are taken in a fixed order, in float32.
-Tiles come from ``mm_tile`` and ``outer_tile``, fixed tables keyed on shapes, so a run takes the same path every time;
-``run_mm`` and ``run_outer`` take another tile where one is given, for benchmarks and tests.
+No launch waits for the device or depends on the sizes of the groups; sums are taken in a fixed order, in float32.
+Tiles come from ``mm_tile`` and ``outer_tile``, fixed tables keyed on shapes, so a run takes the same path every time.
+Benchmarks and tests can pass another tile to ``run_mm`` and ``run_outer``.
 """
 
 import math
@@ -17,32 +17,33 @@ from intbmoe.ops.grouped_mm import operations
 from intbmoe.ops.launch import launch
 from intbmoe.ops.triton_support import ALIGNMENT, empty_matrices, empty_rows, in_rows, power_of_2
 
-PROCESSORS = 132  # on which programs run at once. A constant: sums must not depend on the device
+PROCESSORS = 132  # multiprocessors assumed of every device, because sums must not depend on the device
 
-# Inputs from which programs that go from tile to tile pay, from which theirs should be wide, and from which wide ones
-# pay if each program has one tile. Measured on an H200 (benchmarks/gpu_grouped_mm.py), as are all other entries.
+# The numbers of inputs from which persistent programs, which loop over tiles, are worthwhile; from which their tiles
+# should be wide; and from which wide tiles are worthwhile with one tile per program. Measured on an H200
+# (benchmarks/gpu_grouped_mm.py), like all other entries.
 FEW, SOME, LONG = 192, 512, 768
-NARROW = 64  # columns of the tiles of groups shorter than a tile, where programs go from tile to tile; not tuned
+NARROW = 64  # columns of the tiles that persistent programs use for groups shorter than a tile; not tuned
 
 
 class Tile(NamedTuple):
-    """How one program works: on ``m`` × ``n`` results, ``k`` terms of their sums at a time."""
+    """How one program works: it computes ``m`` × ``n`` results, ``k`` terms of their sums at a time."""
 
     m: int
     n: int
     k: int
     warps: int
     stages: int  # tiles of factors in flight
-    swizzle: int = 8  # tiles of m before the next of n
-    descriptors: bool = False  # read through tensor descriptors what they can read: whatever is aligned to 16 bytes
-    # Programs per processor that go from tile to tile, where both factors are read through descriptors and every row
-    # has a group; elsewhere, and if 0: one program per tile.
+    swizzle: int = 8  # tiles along m before the next one along n
+    descriptors: bool = False  # read factors that are aligned to 16 bytes through tensor descriptors
+    # Persistent programs per multiprocessor, if both factors are read through descriptors and every row has a group.
+    # Otherwise, and if 0, there is one program per tile.
     persistent: int = 0
-    split: bool = False  # multiply float32 factors by three TF32 products, as exact, where TF32 itself is not allowed
+    split: bool = False  # where TF32 is not allowed, make a float32 product of three TF32 ones, which are as exact
 
 
 def mm_tile(rows: int, groups: int, inputs: int, outputs: int, dtype: torch.dtype, through: bool = False) -> Tile:
-    """The tile of ``grouped_mm``; ``through`` says that programs may go from tile to tile (``Tile.persistent``)."""
+    """The tile of ``grouped_mm``; ``through`` says that programs may be persistent (``Tile.persistent``)."""
     share = rows // max(groups, 1)
     if dtype == torch.float32:
         tile = Tile(16, 64, 32, 4, 3) if share <= 16 else Tile(128, 64, 32, 4, 3, split=True)
@@ -73,9 +74,10 @@ def outer_tile(groups: int, inputs: int, outputs: int, dtype: torch.dtype) -> Ti
 
 
 def outer_parts(rows: int, groups: int, inputs: int, outputs: int, tile: Tile) -> int:
-    """Into how many parts ``grouped_outer`` cuts each group's rows.
+    """The number of parts into which ``grouped_outer`` cuts each group's rows.
 
-    A part costs a write and a read of the whole result: as many as fill the device twice, none shorter than 8 steps.
+    A part costs a write and a read of the whole result, so there are only as many as fill the device twice, and none
+    is shorter than 8 steps.
     """
     programs = groups * math.ceil(inputs / tile.m) * math.ceil(outputs / tile.n)
     wanted = math.ceil(2 * PROCESSORS / programs)
@@ -84,29 +86,29 @@ def outer_parts(rows: int, groups: int, inputs: int, outputs: int, tile: Tile) -
 
 
 def _goes_through(rows: int, inputs: int, outputs: int) -> bool:
-    """Whether programs that go from tile to tile are faster: not with few tiles of many steps each."""
+    """Whether persistent programs are faster; they are not with few tiles of many steps each."""
     longest = 2048 if _wide(outputs) else LONG
     rounds = _rounds(rows, outputs)
     return inputs >= FEW and (rounds >= 2 if inputs <= longest else rounds >= 7 and _wide(outputs))
 
 
 def _wide(outputs: int) -> bool:
-    """Whether tiles of 256 columns compute few more than tiles of 128 do."""
+    """Whether tiles of 256 columns compute only a few more columns than tiles of 128."""
     return math.ceil(outputs / 256) * 256 <= 1.1 * (math.ceil(outputs / 128) * 128)
 
 
 def _rounds(rows: int, outputs: int) -> float:
-    """Tiles of 128 × 256 that each processor gets."""
+    """The number of 128 × 256 tiles per multiprocessor."""
     return rows / 128 * math.ceil(outputs / 256) / PROCESSORS
 
 
 def _fit(block: int, width: int) -> int:
-    """``block``, or the least power of two from 16 on that holds ``width``."""
+    """``block``, or the smallest power of two ≥ 16 that holds ``width`` if that is less."""
     return min(block, power_of_2(width, 16))
 
 
 def run_mm(x: Tensor, weight: Tensor, offsets: Tensor, complete: bool, tile: Tile | None = None) -> Tensor:
-    """``grouped_mm`` without autograd, by the given tile."""
+    """``grouped_mm`` without autograd, with the given tile."""
     _check(x, weight, "weight", offsets)
     rows = x.shape[0]
     groups, inputs, outputs = weight.shape
@@ -150,7 +152,7 @@ def run_mm(x: Tensor, weight: Tensor, offsets: Tensor, complete: bool, tile: Til
 
 
 def run_outer(x: Tensor, grad: Tensor, offsets: Tensor, tile: Tile | None = None, splits: int | None = None) -> Tensor:
-    """``grouped_outer`` without autograd, by the given tile and parts of each group's rows."""
+    """``grouped_outer`` without autograd, with the given tile and number of parts per group."""
     _check(x, grad, "grad", offsets)
     groups, inputs, outputs = offsets.shape[0], x.shape[1], grad.shape[1]
     out = empty_matrices(x, groups, inputs, outputs)
@@ -165,7 +167,7 @@ def run_outer(x: Tensor, grad: Tensor, offsets: Tensor, tile: Tile | None = None
     x_described = tile.descriptors and describable(x)
     grad_described = tile.descriptors and describable(grad)
     by_pointers = () if x_described and grad_described else (inputs, x.stride(0), grad.stride(0))
-    # Parts have the strides of the result: they are added up over its memory as it lies.
+    # Parts have the same strides as the result, so they can be added as flat memory.
     size = groups * out.stride(0)
     target = out if splits == 1 else x.new_empty(splits * size, dtype=torch.float32)
     tiles = math.ceil(inputs / tile.m) * math.ceil(outputs / tile.n)
@@ -180,7 +182,7 @@ def run_outer(x: Tensor, grad: Tensor, offsets: Tensor, tile: Tile | None = None
     )  # fmt: skip
     if splits > 1:
         block = 1024
-        used = size - out.stride(1) + outputs  # the last row has nothing behind it
+        used = size - out.stride(1) + outputs  # the last row has no padding
         launch(fused_kernels.sum_parts, (math.ceil(used / block),), target, out, size, used, SPLITS=splits, BLOCK=block)
     return out
 
@@ -194,7 +196,7 @@ def _check(x: Tensor, other: Tensor, name: str, offsets: Tensor) -> None:
 
 
 def describable(x: Tensor) -> bool:
-    """Whether a tensor descriptor can read ``x``: entries in a row, every row aligned to 16 bytes."""
+    """Whether a tensor descriptor can read ``x``: contiguous rows, each aligned to 16 bytes."""
     aligned = all(stride > 0 and stride * x.element_size() % ALIGNMENT == 0 for stride in x.stride()[:-1])
     able = x.device.type == "cpu" or torch.cuda.get_device_capability(x.device) >= (9, 0)
     return able and x.stride(-1) == 1 and aligned and x.data_ptr() % ALIGNMENT == 0
@@ -207,8 +209,8 @@ def described(x: Tensor, block: tuple[int, ...]) -> object:
 
 
 def _launch(tile: Tile) -> dict[str, Any]:
-    # Float32 factors are multiplied as exactly as by torch's own products. ``allow_tf32`` would raise once anyone has
-    # set ``fp32_precision``; this one knows of both.
+    # Float32 products are as exact as torch's own. Reading ``allow_tf32`` would raise if ``fp32_precision`` was set;
+    # ``fp32_precision`` reflects both settings.
     coarse = torch.backends.cuda.matmul.fp32_precision == "tf32"
     precision = "tf32" if coarse else "tf32x3" if tile.split else "ieee"
     blocks = {"BLOCK_M": tile.m, "BLOCK_N": tile.n, "BLOCK_K": tile.k, "SWIZZLE": tile.swizzle}
@@ -219,8 +221,8 @@ _multiply, grouped_outer = operations.define("fused_mm", "fused_outer", run_mm, 
 
 
 def grouped_mm(x: Tensor, weight: Tensor, offsets: Tensor, complete: bool = False) -> Tensor:
-    """As ``naive.grouped_mm``, of a row- or column-major ``weight``.
+    """As ``naive.grouped_mm``, for a row- or column-major ``weight``.
 
-    ``complete``: no row follows the last group, or none that anybody reads: it is neither read nor written.
+    ``complete`` says that no rows follow the last group, or that nothing uses them: they are neither read nor written.
     """
     return _multiply(x, weight, offsets, complete)

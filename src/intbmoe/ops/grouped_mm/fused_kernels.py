@@ -1,19 +1,20 @@
-"""The Triton kernels behind ``fused.py``, which alone imports this file, and only to launch one: Triton is optional.
+"""The Triton kernels of ``fused.py``, which imports this file only to launch one, because Triton is optional.
 
 Letters: ``M`` rows sorted by group, ``G`` groups, ``i`` inputs, ``o`` outputs; a tile is ``BLOCK_M`` rows of one group.
 
-**Slots.** Group g, whose rows are [start, end), owns the tile slots ⌊start/B⌋ + g … ⌊end/B⌋ + g, B = BLOCK_M. Those
+**Slots.** Group g, whose rows are [start, end), owns the tile slots ⌊start/B⌋ + g … ⌊end/B⌋ + g, B = BLOCK_M. These
 intervals do not overlap and each is long enough, as ⌈(end − start)/B⌉ ≤ ⌊end/B⌋ − ⌊start/B⌋ + 1. So ⌊M/B⌋ + G slots
-hold any routing, one more interval the rows of no group, and a program finds its group by counting the intervals
-before its slot: no scan over the groups, no copy to the host. At most G + 1 slots stay empty; their loops run no step.
+hold any routing, and one more interval holds the rows without a group. A program finds its group by counting the
+intervals before its slot, without a scan over the groups or a copy to the host. At most G + 1 slots stay empty; their
+loops run no steps.
 
-**Alignment.** Triton learns from an integer argument only whether 16 divides it, and loads element by element when it
-does not: a width of 2844 would be slow. ``UNIT``, a power of two that divides every width and stride of what is read or
-written through pointers, tells it more. A tensor descriptor needs no such help: it takes any width of aligned rows. So
-where both factors have one, an odd number of inputs does not slow down the writing of the results.
+**Alignment.** Triton knows of an integer argument only whether 16 divides it, and loads element by element if it does
+not: a width of 2844 would be slow. ``UNIT`` tells it more: a power of two that divides every width and stride of the
+tensors accessed through pointers. A tensor descriptor needs no such help: it takes any width of aligned rows. So if
+both factors have one, an odd number of inputs does not slow down the writing of the results.
 
-**Descriptors.** With ``X_TMA`` or ``W_TMA`` that argument is a tensor descriptor instead of a pointer, read by the copy
-engine of compute capability 9.0 in whole tiles, zeros outside the tensor.
+**Descriptors.** With ``X_TMA`` or ``W_TMA``, ``x`` or ``weight`` is a tensor descriptor instead of a pointer. The copy
+engine of compute capability 9.0 reads it in whole tiles, with zeros outside the tensor.
 """
 
 import triton
@@ -22,7 +23,7 @@ import triton.language as tl
 
 @triton.jit
 def _rows_of_slot(offsets, slot, rows, groups, GROUPS: tl.constexpr, BLOCK_M: tl.constexpr):
-    """Slot → its group (``groups`` for rows of none), its first row, and the end of the group's rows."""
+    """Slot → its group (``groups`` for rows without one), its first row, and the end of the group's rows."""
     index = tl.arange(0, GROUPS)
     exists = index < groups
     ends = tl.load(offsets + index, mask=exists, other=0)
@@ -43,7 +44,7 @@ def swizzle(tile, tiles_m, tiles_n, SWIZZLE: tl.constexpr):
     return first + tile % band % height, tile % band // height
 
 
-@triton.jit(do_not_specialize=["rows", "groups", "slots"])  # their values change nothing in the code
+@triton.jit(do_not_specialize=["rows", "groups", "slots"])  # their values do not change the generated code
 def mm(
     x,  # (M, i), rows contiguous
     weight,  # (G, i, o), any strides; as a descriptor (G, i, o), or (G, o, i) if W_TRANSPOSED
@@ -54,7 +55,7 @@ def mm(
     EVEN_I: tl.constexpr, EVEN_O: tl.constexpr, COMPLETE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SWIZZLE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """out[r] = x[r] @ weight[g(r)]; rows of no group are zero, or with COMPLETE left as they are."""
+    """out[r] = x[r] @ weight[g(r)]; rows without a group are zero or, with COMPLETE, left as they are."""
     if not (X_TMA and W_TMA):
         inputs = inputs // UNIT * UNIT
     outputs = outputs // UNIT * UNIT
@@ -75,7 +76,7 @@ def mm(
         end = tl.where(group < groups, end, 0)
     row = first + tl.arange(0, BLOCK_M)
     column = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
-    # Rows past the group's end are computed from whatever row is at hand, and not stored.
+    # Rows past the group's end are computed from arbitrary rows and not stored.
     source = tl.minimum(row, rows - 1).to(tl.int64)
     known = tl.minimum(group, groups - 1)
     if not X_TMA:
@@ -120,7 +121,7 @@ def _product(
     x, weight, group, row, column, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     STEPS: tl.constexpr, W_TRANSPOSED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One tile of ``mm``, of which these are the first row and column, from descriptors."""
+    """Compute the tile of ``mm`` that starts at ``row`` and ``column``, from descriptors."""
     total = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
     for step in range(STEPS):
         a = x.load([row, step * BLOCK_K])
@@ -143,13 +144,13 @@ def mm_through(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     SWIZZLE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """``mm`` by programs that go from tile to tile. All tiles take the same number of steps.
+    """``mm`` by persistent programs, which loop over tiles. All tiles take the same number of steps.
 
-    That lets Triton make one loop of both (flatten): the next tile's loads start before this one's results are written,
-    through a descriptor, and in halves so that they take less shared memory from the loads. A descriptor writes
-    whole tiles. So a group's last tile ends where the group ends; rows that it shares with the tile before get the same
-    numbers from both. Groups shorter than a tile come last, in narrow tiles that are written row by row, and go first
-    to the programs that had fewer tiles before.
+    That lets Triton merge the loops over tiles and steps (``flatten``): the next tile's loads start before this tile's
+    results are written. A descriptor writes the results, in halves, to leave more shared memory for the loads. It
+    writes whole tiles, so a group's last tile ends where the group ends; the rows that it shares with the tile before
+    get the same numbers from both. Groups shorter than a tile come last, in narrow tiles that are written row by row;
+    programs that had fewer tiles before are the first to get them.
     """
     outputs = outputs // UNIT * UNIT
     out_stride = out_stride // UNIT * UNIT
@@ -188,10 +189,10 @@ def _tile(
     source, row, column, first_row, first_column, end_row, width, stride,
     TMA: tl.constexpr, EVEN: tl.constexpr, EDGE: tl.constexpr,
 ):  # fmt: skip
-    """A tile of (·, width) ``source``; with EDGE it holds the last rows and what lies past ``end_row`` is zero."""
+    """A tile of (·, width) ``source``; with EDGE it holds the last rows, and rows from ``end_row`` on are zero."""
     if TMA:
         value = source.load([first_row, first_column])
-        if EDGE:  # what follows belongs to others and may be anything, so it is replaced, not multiplied by zero
+        if EDGE:  # later rows are not this group's and may hold any value, so they are replaced, not multiplied by 0
             inside = (first_row + tl.arange(0, value.shape[0]) < end_row)[:, None]
             value = tl.where(inside, value, tl.zeros_like(value))
     else:
@@ -254,7 +255,7 @@ def outer(
 
 @triton.jit
 def sum_parts(parts, out, size, used, SPLITS: tl.constexpr, BLOCK: tl.constexpr):
-    """(SPLITS, size) → (size,), of which the first ``used``, added in the same order every time."""
+    """Add (SPLITS, size) parts into the first ``used`` entries of ``out``, in the same order every time."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), dtype=tl.float32)
     for _ in tl.static_range(SPLITS):

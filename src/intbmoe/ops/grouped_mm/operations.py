@@ -1,6 +1,6 @@
-"""A grouped product and its weight gradient as custom ops, around whatever computes the two.
+"""Defines a grouped product and its weight gradient as custom ops, given two functions that compute them.
 
-They are opaque to the compiler, counted by the FLOP counter, and differentiable twice.
+The ops are opaque to the compiler, counted by the FLOP counter, and differentiable twice.
 """
 
 from collections.abc import Callable
@@ -15,10 +15,10 @@ Multiply = Callable[..., Tensor]
 
 
 def define(mm: str, outer: str, run_mm: Multiply, run_outer: Multiply) -> tuple[Multiply, Multiply]:
-    """Make ``run_mm(x, weight, offsets, complete)`` the op ``intbmoe::mm``, ``run_outer(x, grad, offsets)`` the other.
+    """Define the ops named ``mm`` and ``outer``, and return two functions that call them.
 
-    Both must return rows that start at multiples of 16 bytes, as torch's grouped GEMM does. Returns two functions that
-    call them.
+    They run ``run_mm(x, weight, offsets, complete)`` and ``run_outer(x, grad, offsets)``, which must return rows that
+    start at multiples of 16 bytes, as torch's grouped GEMM does.
     """
 
     def allocate(x, weight, offsets, complete: bool):

@@ -1,12 +1,12 @@
-"""From codes to coefficients: a linear map, LayerNorm, ReLU, and a linear map for each path."""
+"""Turns codes into coefficients: a linear map, LayerNorm, ReLU, and a linear map for each path."""
 
 from torch import Tensor
 
 from intbmoe.ops.backend import Backend
 from intbmoe.ops.hypernetwork import naive
 
-MOST_CODES, MOST_CODES_IF_NARROW = 64, 128  # that one program of the fused backward takes
-NARROW = 16, 32  # at most: hidden units, and numbers of a code
+MOST_CODES, MOST_CODES_IF_NARROW = 64, 128  # that one program of the fused backward can take
+NARROW = 16, 32  # at most this many hidden units, and this many entries in a code
 
 Map = tuple[Tensor, Tensor]  # weight and bias
 

@@ -1,8 +1,8 @@
-"""The whole hypernetwork in one Triton kernel each way.
+"""The whole hypernetwork in one Triton kernel forward and one backward.
 
-It is tiny, so what it costs is the number of its kernels: plain torch runs five operations forward and twelve backward.
-Forward, programs share out codes and bases, and each computes the hidden layer of its codes anew. Backward, one program
-does everything, bases a few at a time.
+It is tiny, so its cost is the number of kernel launches: plain torch runs five operations forward and twelve backward.
+In the forward, the codes and bases are divided among programs, and each program recomputes the hidden layer of its
+codes. In the backward, one program does everything, a few bases at a time.
 """
 
 import torch
@@ -25,7 +25,7 @@ def coefficients(codes: Tensor, trunk, norm, eps: float, value, gate) -> tuple[T
 
 @triton.jit
 def _load(base, row, column, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """A tile of a (ROWS, COLUMNS) matrix in float32, zero outside of it."""
+    """A tile of a (ROWS, COLUMNS) matrix in float32, with zeros outside the matrix."""
     mask = (row < ROWS)[:, None] & (column < COLUMNS)[None, :]
     return tl.load(base + row[:, None] * COLUMNS + column[None, :], mask=mask, other=0.0).to(tl.float32)
 
@@ -40,7 +40,7 @@ def _hidden(
     codes, trunk, trunk_bias, gain, shift, row, eps,
     K: tl.constexpr, C: tl.constexpr, H: tl.constexpr, CODE: tl.constexpr, HIDDEN: tl.constexpr,
 ):  # fmt: skip
-    """Some codes, (n, HIDDEN) their normed hidden layer before its gain, 1/σ, and q, after gain and ReLU."""
+    """Some codes, their normalised hidden layer (n, HIDDEN) before the gain, 1/σ, and q, after the gain and ReLU."""
     unit = tl.arange(0, HIDDEN)
     column = tl.arange(0, CODE)
     code = _load(codes, row, column, K, C)
@@ -77,7 +77,7 @@ def _forward(
 def _path_backward(
     grad, weight, weight_grad, bias_grad, q, row, base, unit, K: tl.constexpr, E: tl.constexpr, H: tl.constexpr
 ):
-    """Gradients of one path's map for some bases; returns their part of that of q."""
+    """Store the gradients of one path's map for some bases; return what these bases add to q's gradient."""
     dalpha = _load(grad, row, base, K, E)
     dweight = tl.dot(tl.trans(dalpha), q, input_precision="ieee")
     place = base[:, None] * H + unit[None, :]
@@ -176,7 +176,7 @@ def _differentiate(ctx, grad, gate_grad):
 
 
 def _flops(codes, trunk, trunk_bias, gain, shift, value, value_bias, gate, *_, **__):
-    """Of shapes, as the next."""
+    """Arguments are shapes, here and in ``_backward_flops``."""
     return 2 * codes[0] * trunk[0] * (trunk[1] + (1 if gate is None else 2) * value[0])
 
 

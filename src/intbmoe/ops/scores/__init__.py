@@ -6,8 +6,8 @@ from torch import Tensor
 from intbmoe.ops.backend import Backend
 from intbmoe.ops.scores import naive
 
-MOST_HIDDEN, MOST_CHOICES = 128, 64  # that Triton's kernel holds in registers
-MOST_WEIGHTS = 4096  # of both together: more do not fit into the shared memory of GPUs other than the largest
+MOST_HIDDEN, MOST_CHOICES = 128, 64  # that the Triton kernel can hold in registers
+MOST_WEIGHTS = 4096  # the product of both: more fits only into the shared memory of the largest GPUs
 
 
 def router_scores(

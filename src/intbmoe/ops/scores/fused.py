@@ -1,7 +1,7 @@
-"""Both of the router's products and the tokens' cast in one Triton kernel each way.
+"""Both of the router's products and the cast of its tokens in one Triton kernel forward and one backward.
 
-Products are in float32, so that routing does not depend on rounding: three TF32 products each on tensor cores, as
-exact. Backward adds the gradient of the cast tokens to its own on the way. Sums over tokens are taken in a fixed order.
+Products are as exact as in float32, so that rounding does not change the routing: each is three TF32 products on tensor
+cores. Backward also adds the gradient of the cast tokens to its own. Sums over tokens are taken in a fixed order.
 """
 
 import torch
@@ -16,12 +16,12 @@ from intbmoe.ops.tiles import ENOUGH_PROGRAMS, power_below
 from intbmoe.ops.triton_support import ceil_div, multiprocessors, power_of_2, shared_memory
 
 TOKENS, INPUTS, WARPS, STAGES = 64, 32, 4, 3
-"""Of a program: tokens, and inputs at a time. Measured on an H200, as are the next."""
+"""A program's tokens, its inputs per step, warps and stages. Measured on an H200, like the values below."""
 FEW_TOKENS, FEW_INPUTS = 16, 64
-"""The same where the device has a multiprocessor for each such program: what counts then is how long one takes."""
+"""Tokens and inputs if the device has a multiprocessor for each such program: then only one program's time counts."""
 BACKWARD_TILES, BACKWARD_WARPS = 16, 4
 BACKWARD, BACKWARD_SMALL = (32, 64, 2), (16, 32, 1)
-"""Of a program: tokens at a time, inputs and stages; the second where a GPU has too little shared memory for them."""
+"""A program's tokens per step, inputs and stages; the second for GPUs with too little shared memory for the first."""
 BACKWARD_SHARED = 200_000  # bytes
 
 
@@ -77,7 +77,7 @@ def _backward(
     D: tl.constexpr, H: tl.constexpr, K: tl.constexpr, HIDDEN: tl.constexpr, CHOICES: tl.constexpr,
     TOKENS: tl.constexpr, INPUTS: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
-    """Sums are (programs, H·D + H + K·H + K): of weights and biases, hidden layer first."""
+    """``sums`` (programs, H·D + H + K·H + K) are those of weights and biases, the hidden layer's first."""
     chunk, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     unit = tl.arange(0, HIDDEN)
     choice = tl.arange(0, CHOICES)
@@ -103,7 +103,7 @@ def _backward(
             values = tl.load(x + place, mask=mask, other=0.0).to(tl.float32)
             weight_sum = tl.dot(tl.trans(dh), values, weight_sum, input_precision="tf32x3")
         tl.store(own_sums + unit[:, None] * D + k[None, :], weight_sum, mask=own)
-    else:  # programs of their own, as all sums together would not fit into registers
+    else:  # separate programs, because all sums together would not fit into registers
         bias_sum = tl.zeros([TOKENS, HIDDEN], dtype=tl.float32)
         score_sum = tl.zeros([CHOICES, HIDDEN], dtype=tl.float32)
         score_bias_sum = tl.zeros([TOKENS, CHOICES], dtype=tl.float32)
@@ -127,7 +127,7 @@ def _sizes(x: Tensor, weight: Tensor, score_weight: Tensor) -> dict[str, int]:
 
 
 def _tile(x: Tensor, hidden: int) -> tuple[int, int]:
-    """Tokens of a program, and inputs at a time."""
+    """A program's tokens, and its inputs per step."""
     if ceil_div(x.shape[0], FEW_TOKENS) > multiprocessors(x.device):
         return TOKENS, INPUTS
     return FEW_TOKENS, FEW_INPUTS if hidden <= 64 else INPUTS  # so that weights fit into a small GPU's shared memory
@@ -162,7 +162,7 @@ def _run_backward(grad, token_grad, x, weight, score_weight, hidden):
         return x_grad, sums.zero_()
     rows, inputs, stages = BACKWARD if shared_memory(x.device) >= BACKWARD_SHARED else BACKWARD_SMALL
     parts = ceil_div(x.shape[1], inputs) + 1
-    # Few tokens make small programs, so that all multiprocessors have some.
+    # With few tokens, programs are small, so that all multiprocessors get some.
     tiles = min(BACKWARD_TILES, power_below(x.shape[0] * parts // (rows * ENOUGH_PROGRAMS)))
     chunks = ceil_div(x.shape[0], rows * tiles)
     partials = sums.new_empty(chunks, len(sums)) if chunks > 1 else sums[None]
@@ -192,9 +192,9 @@ def _differentiate(ctx, grad, _, token_grad):
     if grad is None:
         return None if token_grad is None else token_grad.to(x.dtype), None, None, None, None, None
     if token_grad is not None and token_grad.shape[0] != x.shape[0]:
-        token_grad = None  # of the empty tensor that stands for a cast that was not needed
+        token_grad = None  # it belongs to the empty tensor that is returned if no cast is needed
     x_grad, sums = _router_gradient(grad, token_grad, x, weight, score_weight, hidden)
-    # Parts of one sum, each in one piece, so that autograd takes them as they are.
+    # Each part is a contiguous view of ``sums``, so that autograd takes it without a copy.
     shapes = weight.shape, weight.shape[:1], score_weight.shape, score_weight.shape[:1]
     parts = sums.split([shape.numel() for shape in shapes])
     gradients = (part.view(shape).to(dtype) for part, shape, dtype in zip(parts, shapes, ctx.dtypes, strict=True))
