@@ -127,7 +127,7 @@ def test_a_contender_alone_is_no_comparison():
 def test_a_floor_that_is_not_beaten_is_said(higher, floor, said):
     rows = [contender("A", 0.5, 0.5), contender("B", 0.5, 0.5)]
     found = answer(question("HR@5", higher), rows, {"popularity": {"HR@5": floor}, "other": {"loss": 9.0}})
-    text = f"It does not beat what needs no learning: popularity ({floor:.4f})."
+    text = f"It does not beat baselines that need no learning: popularity ({floor:.4f})."
     assert texts(found)[2].endswith(text) == said
 
 

@@ -89,7 +89,7 @@ def _below_floor(data: Data, best: Data) -> str:
     if not unbeaten:
         return ""
     listed = name_list([f"{name} ({format_metric(metric, value)})" for name, value in unbeaten.items()])
-    return f" It does not beat what needs no learning: {listed}."
+    return f" It does not beat baselines that need no learning: {listed}."
 
 
 def _how_much(metric: str, order: Sequence[Data]) -> str:

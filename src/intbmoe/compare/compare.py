@@ -70,11 +70,11 @@ def _report(console: Console, comparison: Comparison) -> None:
     asked = make_task(plan.recipe)
     floors = asked.floors()  # after the table is written: on large data they take a while
     if floors:
-        console.print(floors_table(floors, "What needs no learning").terminal(console.width))
+        console.print(floors_table(floors, "Without learning").terminal(console.width))
         written = write_files(plan.folder, stem, rows, title, task.higher_is_better, floors)
     ceilings = asked.ceilings()
     if ceilings:
-        console.print(floors_table(ceilings, "The best that is possible", "Ceiling").terminal(console.width))
+        console.print(floors_table(ceilings, "The best possible score", "Ceiling").terminal(console.width))
     written.append(write_comparison_page(replace(comparison, floors=floors, ceilings=ceilings)))
     console.print("\nSaved:", *(f"\n  {path}" for path in written), sep="", markup=False, soft_wrap=True)
 
