@@ -80,7 +80,9 @@ class CapturedBackward:
         except RuntimeError as error:
             if lacks_memory(error):
                 raise
-            raise CaptureError(f"the step cannot be recorded, use --train.capture False: {error}") from error
+            # Ending a failed capture raises another error; its context is the cause.
+            cause = error.__context__ or error
+            raise CaptureError(f"the step cannot be captured, use --train.capture False: {cause}") from error
         gradients = [parameter.grad for parameter in self.parameters]
         sums = [
             statistics.exchange_pending(before) for statistics, before in zip(self.statistics, pending, strict=True)

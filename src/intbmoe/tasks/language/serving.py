@@ -77,7 +77,7 @@ class GeneratePredictor(Predictor):
             try:
                 self._writer.slots.record()
             except CaptureError as error:
-                message = "the model cannot be recorded, so every step is launched kernel by kernel: %s"
+                message = "the model cannot be captured, so every step is launched kernel by kernel: %s"
                 log.warning(message, error, exc_info=True)
                 self._writer = self._new_writer(texts, 2 * self.length, capture=False)
             else:

@@ -135,7 +135,7 @@ class PlacePredictor(Predictor):
         try:
             self.captured = CapturedSearch(self, requests)
         except CaptureError as error:
-            message = "the model cannot be recorded, so every batch is launched kernel by kernel: %s"
+            message = "the model cannot be captured, so every batch is launched kernel by kernel: %s"
             log.warning(message, error, exc_info=True)
         else:
             seconds = time.monotonic() - started
