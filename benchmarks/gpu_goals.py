@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from gpu_layers import build, draw_ids, force_load, shares
-from gpu_stages import SHAPES, Shape, stages
-from gpu_timing import MIB, Ceilings, both_call, forward_call, graph_ms, number, peak_bytes, print_table, reason, say
+from gpu_grid import time_point
+from gpu_layers import build
+from gpu_stages import SHAPES, Shape
+from gpu_timing import MIB, Ceilings, both_call, number, peak_bytes, print_table, reason, say
 
 from intbmoe import IntBMoEConfig, MoELayer, create
 
@@ -69,19 +70,13 @@ def time_goals(device: torch.device, ceilings: Ceilings, tiny: bool) -> list[dic
 
 def _measure(goal: Goal, device: torch.device, ceilings: Ceilings, tiny: bool) -> dict[str, Any]:
     shape = goal.shape.tiny() if tiny else goal.shape
-    torch.manual_seed(0)
-    layer, x = build(shape, device), torch.randn(1, shape.tokens, shape.config.dim, device=device)
-    force_load(layer.router, x, shape.config.top_k, shares("balanced", shape.config.blocks))
-    every = stages(shape, device, lambda n, choices, k: draw_ids(n, choices, k, device))
-    costs = {"forward": [stage.cost for stage in every]}
-    costs["both"] = costs["forward"] + [cost for stage in every for _, cost in stage.gradients.values()]
+    timed = time_point(shape, "balanced", device, ceilings)
     entry: dict[str, Any] = {"layer": shape.name, "of": "copy" if goal.bandwidth else "peak"}
-    for name, make in (("forward", forward_call), ("both", both_call)):
-        layer.train(name == "both")
-        ms = graph_ms([make(layer, x, True)], device)
-        done = sum(cost.bytes if goal.bandwidth else cost.flops for cost in costs[name])
-        limit = ceilings.bytes_per_s if goal.bandwidth else PEAK_FLOPS
-        entry[name] = {"ms": ms, "share": done / ms * 1e3 / limit, "goal": getattr(goal, name)}
+    for name in ("forward", "both"):
+        found = timed[name]
+        share = found["tb_per_s"] / ceilings.bytes_per_s if goal.bandwidth else found["tflops"] / PEAK_FLOPS
+        entry[name] = {"ms": found["ms"], "share": 1e12 * share, "goal": getattr(goal, name)}
+    layer, x = build(shape, device), torch.randn(1, shape.tokens, shape.config.dim, device=device)
     peaks = {"IntBMoE": peak_bytes(both_call(layer, x, True), device)}
     layer.recompute = True
     peaks["recompute"] = peak_bytes(both_call(layer, x, True), device)
