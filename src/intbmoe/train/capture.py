@@ -78,10 +78,10 @@ class CapturedBackward:
             with torch.cuda.graph(graph, pool=self.pool):
                 totals = self.backward(fixed)
         except RuntimeError as error:
-            if lacks_memory(error):
-                raise
             # Ending a failed capture raises another error; its context is the cause.
             cause = error.__context__ or error
+            if lacks_memory(cause):
+                raise cause from None
             raise CaptureError(f"the step cannot be captured, use --train.capture False: {cause}") from error
         gradients = [parameter.grad for parameter in self.parameters]
         sums = [

@@ -1,7 +1,8 @@
 """torch's grouped GEMM as a custom op.
 
 ``F.grouped_mm`` in float32 on the CPU can be neither compiled nor exported, leaves the rows after the last group
-uninitialised, and needs row strides that are multiples of 16 bytes. This op hides it, and zeroes and copies as needed.
+uninitialised, and needs row strides that are multiples of 16 bytes. This op is opaque to
+compilers, zeroes those rows, and copies tensors with other strides.
 """
 
 import torch
