@@ -287,6 +287,11 @@ def test_the_overview_names_the_other_method_that_is_best_on_validation(plan, mo
     runs += [summary_of(first["intbmoe"], 0.65), summary_of(first["intbmoe-no_gate"], 0.9)]
     text = study_tables.overview_text(["digits"], runs)
     assert text.splitlines()[2:] == ["| Digits, accuracy | – | – | V-MoE 10.00 % | 65.00 % | – |"]
+    second = {entry.label: entry for entry in plan if entry.seed == 1}
+    runs += [summary_of(second[label], 0.6) for label in ("intbmoe", "switch")]
+    text = study_tables.overview_text(["digits"], runs)
+    assert "Switch" in text
+    assert "V-MoE" not in text, "it has fewer seeds than IntBMoE"
 
 
 def test_a_run_that_ends_when_it_is_asked_to_stop_counts_as_finished(plan, tmp_path, monkeypatch, capsys):
