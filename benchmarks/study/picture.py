@@ -160,8 +160,10 @@ def _draw_panel(axes: Axes, panel: Panel) -> None:
         style, shown = _marker(point.family), min(max(point.mean, low), high)
         if shown != point.mean:
             style["marker"] = "<" if point.mean < low else ">"
-            look = {"va": "center", "ha": "left" if shown == low else "right", "fontsize": PHONE_POINTS}
-            axes.annotate(f" {point.mean:.4g} ", (shown, place), **look)
+            side, away = ("left", 7) if shown == low else ("right", -7)  # points, past the marker
+            ground = {"facecolor": "white", "edgecolor": "none", "pad": 1}
+            look = {"va": "center", "ha": side, "fontsize": PHONE_POINTS, "bbox": ground, "zorder": 3}
+            axes.annotate(f"{point.mean:.4g}", (shown, place), (away, 0), textcoords="offset points", **look)
         elif point.interval is not None:
             ends = np.clip(shown + np.array([-1, 1]) * point.interval, low, high)
             axes.plot(ends, [place, place], color=style["color"], lw=1.5)
