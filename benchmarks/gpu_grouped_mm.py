@@ -1,14 +1,16 @@
 """Times the grouped products of one layer on a GPU: each tile against torch's grouped GEMM and a dense product.
 
-    python benchmarks/gpu_grouped_mm.py                  # about a minute
+    python benchmarks/gpu_grouped_mm.py                  # about a minute: the paper's shapes
+    python benchmarks/gpu_grouped_mm.py --layers wide    # widths 2048 and 4096
     python benchmarks/gpu_grouped_mm.py --json out.json  # also every figure
 
 First every product is checked against float64 on fresh random inputs; if one is wrong, the script exits with status 1.
 Then each is timed in bfloat16 by replaying a CUDA graph of many calls, over several sets of inputs if one set would
-stay in the L2 cache. Figures are microseconds per call, medians over replays, for balanced and then Zipf routing.
-"dense" is one cuBLAS product of as many operations, "torch" is F.grouped_mm, "table" is what ``fused.mm_tile`` and
-``fused.outer_tile`` choose. The other columns are tiles: 256 is 128 × 256, d reads through tensor descriptors, P is
-persistent. TFLOP/s are those of the fastest tile, balanced.
+stay in the L2 cache. The candidates for a product take turns, because a GPU slows down as it warms up. Figures are
+microseconds per call, medians over replays, for balanced and then Zipf routing.
+"dense" is one cuBLAS product of as many operations, "torch" is F.grouped_mm, "table" is what ``fused.run_mm`` and
+``fused.run_outer`` choose. The other columns are tiles: 256 is 128 × 256, d reads through tensor descriptors, P is
+persistent. TFLOP/s are those of the fastest tile, balanced. Wide layers are timed with the best tiles only.
 
 Several processes compile in parallel before anything is timed.
 """
@@ -39,7 +41,12 @@ from intbmoe.ops.triton_support import aligned
 DEVICE = "cuda"
 L2_BYTES = 60e6
 CALLS, REPLAYS = 20, 9
+REPLAY_FLOPS = 1e12
+"""About what one replay computes at most: 2 ms on an H200."""
+MANY_FLOPS = 5e11
+"""Larger products are timed with the best tiles only."""
 ROUTINGS = ("balanced", "zipf")
+KINDS = ("fwd", "dx", "dw")
 MM_TILES = {
     "256": Tile(128, 256, 64, 8, 3),
     "256d": Tile(128, 256, 64, 8, 4, descriptors=True),
@@ -48,6 +55,7 @@ MM_TILES = {
     "128d": Tile(128, 128, 64, 4, 3, descriptors=True),
     "128dP": Tile(128, 128, 64, 4, 3, descriptors=True, persistent=2),
 }
+WIDE_TILES = {name: MM_TILES[name] for name in ("256d", "256dP")}
 OUTER_TILES = {name: MM_TILES[name] for name in ("256", "256d", "128", "128d")}
 FEW_ROWS_TILES = {
     "16": Tile(16, 128, 64, 4, 4),
@@ -74,24 +82,30 @@ class Product(NamedTuple):
 
     @property
     def tiles(self) -> dict[str, Tile]:
+        wide = self.flops > MANY_FLOPS
         if self.kind == "dw":
-            return OUTER_TILES
+            return OUTER_TILES if not wide else {"256d": OUTER_TILES["256d"]}
+        if wide:
+            return WIDE_TILES
         return FEW_ROWS_TILES if self.rows <= 64 * self.groups else MM_TILES
 
 
-def products() -> list[Product]:
-    """Returns both internal layers of the three shapes, and MiniPile's first for one token and one short sequence."""
-    layers = [
-        ("MiniPile", 8192, 768, 2844),
-        ("ImageNet", 50176, 192, 768),
-        ("IntTravel", 8064, 96, 384),
-    ]
+LAYERS = {
+    "paper": (("MiniPile", 8192, 768, 2844), ("ImageNet", 50176, 192, 768), ("IntTravel", 8064, 96, 384)),
+    "wide": (("2048→5632", 8192, 2048, 5632), ("4096→14336", 8192, 4096, 14336)),
+}
+"""Name, tokens, width and hidden width of each layer."""
+
+
+def products(layers: str) -> list[Product]:
+    """Returns both products of each layer; of the paper's, also MiniPile's first for one and for 126 tokens."""
     found = []
-    for name, tokens, dim, hidden in layers:
-        for kind in ("fwd", "dx", "dw"):
+    for name, tokens, dim, hidden in LAYERS[layers]:
+        for kind in KINDS:
             found.append(Product(f"{name} 1", kind, 2 * tokens, 8, dim, 2 * hidden))
             found.append(Product(f"{name} 2", kind, 2 * tokens, 8, hidden, 2 * dim))
-    found += [Product(f"{tokens} tokens", "fwd", 2 * tokens, 8, 768, 5688) for tokens in (1, 126)]
+    if layers == "paper":
+        found += [Product(f"{tokens} tokens", "fwd", 2 * tokens, 8, 768, 5688) for tokens in (1, 126)]
     return found
 
 
@@ -171,11 +185,14 @@ def relative_error(found: Tensor, expected: Tensor) -> float:
     return error / size if size else (math.inf if error else 0.0)
 
 
-def expected_of(product: Product, given: Inputs) -> tuple[Tensor, Tensor, Tensor]:
-    """Computes output and gradients in float64."""
-    x, weight = given.x.detach().double().requires_grad_(), given.weight.detach().double().requires_grad_()
+def expected_of(given: Inputs, *kinds: str) -> list[Tensor]:
+    """Computes the output ("fwd") and the gradients ("dx", "dw") in float64."""
+    x, weight = given.x.detach().double(), given.weight.detach().double()
+    wanted = {"dx": x, "dw": weight}
+    gradients = [wanted[kind].requires_grad_() for kind in kinds if kind in wanted]
     out = naive.grouped_mm(x, weight, given.offsets)
-    return out.detach(), *torch.autograd.grad(out, (x, weight), given.probe.double())
+    found = list(torch.autograd.grad(out, gradients, given.probe.double())) if gradients else []
+    return [out.detach()] * ("fwd" in kinds) + found
 
 
 def check(task: tuple[Product, str, torch.dtype]) -> tuple[str, float]:
@@ -185,7 +202,7 @@ def check(task: tuple[Product, str, torch.dtype]) -> tuple[str, float]:
     try:
         torch.manual_seed(zlib.crc32(name.encode()))
         given = draw(product, routing, dtype)
-        expected = expected_of(product, given)
+        expected = expected_of(given, *KINDS)
         x, weight = given.x.requires_grad_(), given.weight.requires_grad_()
         for shape in (expected[0].shape, x.shape, weight.shape):  # so that memory that is not written is NaN
             normal(*shape, dtype=dtype).fill_(math.nan)
@@ -206,8 +223,7 @@ def check_tile(task: tuple[Product, str]) -> tuple[str, float]:
         given = draw(product, "zipf", torch.bfloat16)
         tile = product.tiles.get(tile_name)
         found = run(product, given, tile)
-        order = {"fwd": 0, "dx": 1, "dw": 2}[product.kind]
-        expected = expected_of(product, given)[order]
+        (expected,) = expected_of(given, product.kind)
         return name, relative_error(found, expected) / torch.finfo(torch.bfloat16).eps
     except Exception:
         return f"{name}\n{traceback.format_exc()}", math.inf
@@ -230,15 +246,15 @@ def work(tasks: list) -> list[tuple[str, float]]:
     return [check(task) if len(task) == 3 else check_tile(task) for task in tasks]
 
 
-def check_everything(workers: int) -> bool:
-    """Runs all checks in parallel; returns whether all passed."""
+def check_everything(timed: list[Product], workers: int) -> bool:
+    """Runs all checks in parallel, also of the products to be timed; returns whether all passed."""
     # Checks that share kernels go to the same process, so that none is compiled twice.
     by_kernel: dict[object, list] = {}
     for task in checks():
         product = task[0]
         by_kernel.setdefault((product.inputs, task[2], product.rows > 7), []).append(task)
     bundles = list(by_kernel.values())
-    bundles += [[(product, name)] for product in products() for name in ("table", *product.tiles)]
+    bundles += [[(product, name)] for product in timed for name in ("table", *product.tiles)]
     with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
         results = [result for bundle in pool.map(work, bundles) for result in bundle]
     failed = [(name, error) for name, error in results if not error <= 1]
@@ -249,25 +265,27 @@ def check_everything(workers: int) -> bool:
     return not failed
 
 
-def microseconds(calls: list[Callable[[], object]]) -> float:
-    """Times one call: the median over replays of a graph with ``CALLS`` calls, which cycle through ``calls``."""
+def captured(calls: list[Callable[[], object]], count: int) -> torch.cuda.CUDAGraph:
+    """Captures a graph of ``count`` calls, which cycle through ``calls``, and replays it once."""
     for call in calls:
         call()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        for number in range(CALLS):
+        for number in range(count):
             calls[number % len(calls)]()
     graph.replay()
-    times = []
-    for _ in range(REPLAYS):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end) * 1e3 / CALLS)
-    return statistics.median(times)
+    return graph
+
+
+def milliseconds(graph: torch.cuda.CUDAGraph) -> float:
+    """Times one replay."""
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    graph.replay()
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end)
 
 
 def measure(product: Product, routing: str) -> dict[str, float | None]:
@@ -275,6 +293,7 @@ def measure(product: Product, routing: str) -> dict[str, float | None]:
     first = draw(product, routing, torch.bfloat16)
     size = sum(t.numel() * t.element_size() for t in first)
     sets = [first, *(draw(product, routing, torch.bfloat16) for _ in range(min(7, int(3 * L2_BYTES // size))))]
+    count = max(2, min(CALLS, int(REPLAY_FLOPS / product.flops)))
 
     def each(function: Callable[..., Tensor], *arguments: object) -> list[Callable[[], object]]:
         return [lambda given=given: function(product, given, *arguments) for given in sets]
@@ -285,14 +304,15 @@ def measure(product: Product, routing: str) -> dict[str, float | None]:
         "table": each(run, None),
         **{name: each(run, tile) for name, tile in product.tiles.items()},
     }
-    times: dict[str, float | None] = {}
+    graphs = {}
     for name, calls in candidates.items():
         try:
-            times[name] = microseconds(calls)
+            graphs[name] = captured(calls, count)
         except Exception as error:
             print(f"{product.name} {product.kind} {name}: {type(error).__name__}: {str(error)[:150]}")
-            times[name] = None
-    return times
+    rounds = [{name: milliseconds(graph) for name, graph in graphs.items()} for _ in range(REPLAYS)]
+    median = {name: statistics.median(times[name] for times in rounds) for name in graphs}
+    return {name: median[name] * 1e3 / count if name in median else None for name in candidates}
 
 
 def report(product: Product, figures: dict[str, dict[str, float | None]]) -> str:
@@ -309,6 +329,7 @@ def report(product: Product, figures: dict[str, dict[str, float | None]]) -> str
 def main() -> int:
     """Checks, times and prints."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layers", choices=LAYERS, default="paper", help="whose products to time (default: paper)")
     parser.add_argument("--json", type=Path, help="also write every figure here")
     parser.add_argument("--workers", type=int, default=min(12, usable_cores()), help="processes that compile")
     arguments = parser.parse_args()
@@ -316,11 +337,12 @@ def main() -> int:
         print("needs a CUDA device")
         return 2
     begin = time.perf_counter()
-    right = check_everything(arguments.workers)
+    timed = products(arguments.layers)
+    right = check_everything(timed, arguments.workers)
     print(f"checked and compiled in {time.perf_counter() - begin:.0f} s")
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, bfloat16, µs a call, balanced/Zipf", flush=True)
     everything = {}
-    for product in products():
+    for product in timed:
         figures = {routing: measure(product, routing) for routing in ROUTINGS}
         everything[f"{product.name} {product.kind}"] = figures
         print(report(product, figures), flush=True)

@@ -119,6 +119,14 @@ def test_large_products_on_the_device(device, dtype, routing, widths):
     check(routing, 8192, 2, *widths, dtype, device)
 
 
+@pytest.mark.skipif(INTERPRETING, reason="needs a CUDA device")
+@on_device
+@pytest.mark.parametrize("routing", ROUTINGS)
+def test_products_that_torch_computes(device, routing):
+    assert fused.torch_is_faster(4096, GROUPS, 2048, 2304, torch.bfloat16)
+    check(routing, 2048, 2, 2048, 2304, torch.bfloat16, device)
+
+
 @on_device
 @pytest.mark.parametrize("descriptors", [False, True])
 @pytest.mark.parametrize("persistent", [0, 1])
@@ -228,13 +236,14 @@ def test_a_compiled_step_is_the_same(device):
 
 @pytest.mark.skipif(INTERPRETING, reason="needs a CUDA device")
 @on_device
-def test_no_wait_for_the_device_and_replays_from_a_graph(device):
-    x, weight, offsets, probe = make("zipf", 300, 2, 64, 96, torch.bfloat16, device)
+@pytest.mark.parametrize("sizes", [(300, 2, 64, 96), (2048, 2, 2048, 2304)], ids=["triton", "torch"])
+def test_no_wait_for_the_device_and_replays_from_a_graph(device, sizes):
+    x, weight, offsets, probe = make("zipf", *sizes, torch.bfloat16, device)
     x.requires_grad_()
     weight.requires_grad_()
 
     def step():
-        out = fused.grouped_mm(x, weight, offsets)
+        out = fused.grouped_mm(x, weight, offsets, complete=True)
         return out, *torch.autograd.grad(out, (x, weight), probe)
 
     step()
@@ -247,7 +256,7 @@ def test_no_wait_for_the_device_and_replays_from_a_graph(device):
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         captured = step()
-    fresh, _, other, _ = make("empty", 300, 2, 64, 96, torch.bfloat16, device)
+    fresh, _, other, _ = make("empty", *sizes, torch.bfloat16, device)
     with torch.no_grad():
         x.copy_(fresh)
         offsets.copy_(other)

@@ -1,4 +1,4 @@
-"""The grouped product and its weight gradient in Triton.
+"""The grouped product and its weight gradient in Triton, or torch's own product where that is faster.
 
 No launch waits for the device or depends on the sizes of the groups; sums are taken in a fixed order, in float32.
 Tiles come from ``mm_tile`` and ``outer_tile``, fixed tables keyed on shapes, so a run takes the same path every time.
@@ -9,6 +9,7 @@ import math
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from intbmoe.checks import require
@@ -62,6 +63,11 @@ def mm_tile(rows: int, groups: int, inputs: int, outputs: int, dtype: torch.dtyp
     return tile._replace(n=_fit(tile.n, outputs), k=_fit(tile.k, inputs))
 
 
+def torch_is_faster(rows: int, groups: int, inputs: int, outputs: int, dtype: torch.dtype) -> bool:
+    """Whether torch's grouped product, written in CUTLASS, is faster for rows and matrices that start at 16 bytes."""
+    return dtype == torch.bfloat16 and inputs >= 2048 and outputs > inputs and rows >= 256 * groups
+
+
 def outer_tile(groups: int, inputs: int, outputs: int, dtype: torch.dtype) -> Tile:
     """The tile of ``grouped_outer``: m of the inputs, n of the outputs, k rows."""
     if dtype == torch.float32:
@@ -112,16 +118,18 @@ def run_mm(x: Tensor, weight: Tensor, offsets: Tensor, complete: bool, tile: Til
     _check(x, weight, "weight", offsets)
     rows = x.shape[0]
     groups, inputs, outputs = weight.shape
-    out = empty_rows(x, rows, outputs)
-    if out.numel() == 0:
-        return out
-    from intbmoe.ops.grouped_mm import fused_kernels
-
+    if rows == 0 or outputs == 0:
+        return empty_rows(x, rows, outputs)
     x = in_rows(x)
     transposed = weight.stride(2) != 1 and weight.stride(1) == 1
     matrices = weight.mT if transposed else weight
     x_described, weight_described = describable(x), describable(matrices)
     through = complete and x_described and weight_described
+    if tile is None and through and x.is_cuda and torch_is_faster(rows, groups, inputs, outputs, x.dtype):
+        return F.grouped_mm(x, weight, offs=offsets)
+    from intbmoe.ops.grouped_mm import fused_kernels
+
+    out = empty_rows(x, rows, outputs)
     tile = tile or mm_tile(rows, groups, inputs, outputs, x.dtype, through)
     x_described, weight_described = tile.descriptors and x_described, tile.descriptors and weight_described
     slots = rows // tile.m + groups + (not complete)
