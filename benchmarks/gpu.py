@@ -344,7 +344,7 @@ def main() -> int:
     sections = {"stages": time_stages, "layers": time_layers, "experts": sweep_experts, "small": time_small}
     points = worst_of(arguments.of, arguments.worst) if arguments.of else list(grid())
     points = [(shape.tiny(), routing) for shape, routing in points[:2]] if arguments.tiny else points
-    sections["goals"] = lambda run: run.results.update(goals=time_goals(device, run.ceilings, run.tiny))
+    sections["goals"] = lambda run: run.results.update(goals=time_goals(device, run.ceilings, workers, run.tiny))
     sections["grid"] = lambda run: run.results.update(grid=time_grid(device, run.ceilings, workers, points))
     for name in arguments.sections:
         sections[name](run)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from gpu_grid import time_point
+from gpu_grid import compile_points, time_point
 from gpu_layers import build
 from gpu_stages import SHAPES, Shape
 from gpu_timing import MIB, Ceilings, both_call, number, peak_bytes, print_table, reason, say
@@ -46,8 +46,9 @@ def dense_of_equal_flops(config: IntBMoEConfig) -> MoELayer:
     return create("swiglu", config.dim, max(16, round(flops / (6 * config.dim) / 16) * 16))
 
 
-def time_goals(device: torch.device, ceilings: Ceilings, tiny: bool) -> list[dict[str, Any]]:
+def time_goals(device: torch.device, ceilings: Ceilings, workers: int, tiny: bool) -> list[dict[str, Any]]:
     """Times all layers and prints both tables; returns all figures."""
+    compile_points([(goal.shape, "balanced") for goal in GOALS], workers, device)
     found = []
     for goal in GOALS:
         try:

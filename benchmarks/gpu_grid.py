@@ -119,15 +119,19 @@ def worst_stages(shape: Shape, device: torch.device, ceilings: Ceilings) -> str:
     return "; ".join(text + [f"{e['stage']} failed: {e['failed']}" for e in entries if "failed" in e])
 
 
+def compile_points(points: list[tuple[Shape, str]], workers: int, device: torch.device) -> None:
+    """Compiles the kernels of ``points`` in several processes, a layer at a time each; prints what failed and why."""
+    if workers:
+        with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
+            for failure in filter(None, pool.map(_compile, *zip(*points, strict=True), [device] * len(points))):
+                say(f"not compiled in advance: {failure}")
+
+
 def time_grid(
     device: torch.device, ceilings: Ceilings, workers: int, points: list[tuple[Shape, str]]
 ) -> dict[str, Any]:
     """Times ``points``, prints the worst and those that cannot run, and returns all figures."""
-    if workers:
-        small = [point for point in points if _bytes(point[0]) < LARGE_BYTES]
-        with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
-            for failure in filter(None, pool.map(_compile, *zip(*small, strict=True), [device] * len(small))):
-                say(f"not compiled in advance: {failure}")
+    compile_points([point for point in points if _bytes(point[0]) < LARGE_BYTES], workers, device)
     found = []
     for shape, routing in points:
         try:
