@@ -1,8 +1,9 @@
 """torch's grouped GEMM as a custom op.
 
 ``F.grouped_mm`` in float32 on the CPU can be neither compiled nor exported, leaves the rows after the last group
-uninitialised, and needs row strides that are multiples of 16 bytes. This op is opaque to
-compilers, zeroes those rows, and copies tensors with other strides.
+uninitialised, and needs row strides that are multiples of 16 bytes. On Blackwell GPUs, the weight gradients of empty
+groups are arbitrary (https://github.com/pytorch/pytorch/issues/172439). This op is opaque to compilers, zeroes those
+rows and gradients, and copies tensors with other strides.
 """
 
 import torch
@@ -22,7 +23,10 @@ def _run_mm(x: Tensor, weight: Tensor, offsets: Tensor, complete: bool) -> Tenso
 
 
 def _run_outer(x: Tensor, grad: Tensor, offsets: Tensor) -> Tensor:
-    return F.grouped_mm(_aligned_rows(x).t(), _aligned_rows(grad), offs=offsets)
+    out = F.grouped_mm(_aligned_rows(x).t(), _aligned_rows(grad), offs=offsets)
+    if x.is_cuda and torch.cuda.get_device_capability(x.device) >= (10, 0):
+        out.masked_fill_((offsets.diff(prepend=offsets.new_zeros(1)) == 0)[:, None, None], 0)
+    return out
 
 
 grouped_mm, grouped_outer = operations.define("grouped_mm", "grouped_outer", _run_mm, _run_outer)
