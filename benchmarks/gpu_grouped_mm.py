@@ -95,6 +95,8 @@ LAYERS = {
     "wide": (("2048→5632", 8192, 2048, 5632), ("4096→14336", 8192, 4096, 14336)),
 }
 """Name, tokens, width and hidden width of each layer."""
+WIDE_WORKERS = 3
+"""Processes for wide layers, because each needs up to 40 GB to check in float64."""
 
 
 def products(layers: str) -> list[Product]:
@@ -338,7 +340,8 @@ def main() -> int:
         return 2
     begin = time.perf_counter()
     timed = products(arguments.layers)
-    right = check_everything(timed, arguments.workers)
+    few = WIDE_WORKERS if arguments.layers == "wide" else arguments.workers
+    right = check_everything(timed, min(few, arguments.workers))
     print(f"checked and compiled in {time.perf_counter() - begin:.0f} s")
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, bfloat16, µs a call, balanced/Zipf", flush=True)
     everything = {}

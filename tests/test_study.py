@@ -197,6 +197,22 @@ def test_of_several_settings_the_best_on_validation_are_shown(plan):
     assert "3 runs with other settings are [below]" in text
 
 
+def test_a_run_that_broke_down_is_named_but_neither_shown_nor_part_of_the_spread(plan):
+    def run(entry, value, loss):
+        return summary_of(entry, value, test={"accuracy": value, "accuracy5": value, "loss": loss})
+
+    runs = [run(entry, 0.5 + 0.01 * entry.seed, 1.0) for entry in plan if entry.label in ("dense", "intbmoe")]
+    others = [entry for entry in plan if entry.label == "vmoe"]
+    runs += [run(entry, 0.5, 1.9) if entry.seed else run(entry, 0.1, 2.1) for entry in others]
+    whole = study_tables.study_text("digits", [one for one in runs if one["test"]["loss"] < 2], {"rows": {}})
+    text = study_tables.study_text("digits", runs, {"rows": {}})
+    assert [line for line in text.splitlines() if line.startswith("Left out")] == [
+        "Left out: V-MoE, seed 0, which broke down (test loss 2.1)."
+    ]
+    assert text.replace("Left out: V-MoE, seed 0, which broke down (test loss 2.1).\n\n", "") == whole
+    assert "V-MoE" not in study_tables.settings_text(runs, [])
+
+
 def test_a_second_call_adds_to_what_travels_back(tmp_path):
     for name in ("one.json", "two.json"):
         (tmp_path / name).write_text(name)

@@ -16,14 +16,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from benchmarks.study.attention import count_attention
 from benchmarks.study.plan import RESULTS, read_summaries
+from benchmarks.study.rows import Rows, find_rows
 from benchmarks.study.studies import ONE_LAYER, REAL
-from benchmarks.study.tables import (
-    ABLATIONS,
-    TITLES,
-    Rows,
-    find_rows,
-    table_of,
-)
+from benchmarks.study.tables import ABLATIONS, TITLES, table_of
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D

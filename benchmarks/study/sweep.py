@@ -16,8 +16,9 @@ from typing import Any, NamedTuple
 from benchmarks.study.attention import count_attention
 from benchmarks.study.claims import Rows, differences
 from benchmarks.study.plan import RESULTS, read_summaries
+from benchmarks.study.rows import find_rows
 from benchmarks.study.studies import STUDIES
-from benchmarks.study.tables import TITLES, find_rows
+from benchmarks.study.tables import TITLES
 from matplotlib.axes import Axes
 
 from intbmoe.compare.pairs import pooled_spread

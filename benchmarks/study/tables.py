@@ -11,7 +11,6 @@ settings. ``claims.py`` says which differences are more than chance.
 
 import argparse
 import json
-import math
 import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
@@ -24,9 +23,9 @@ from benchmarks.study.claims import claims_text, values_text
 from benchmarks.study.clock import TIMING
 from benchmarks.study.paper import gains
 from benchmarks.study.plan import CLASS_TOKEN, RESULTS, TUNED, TUNING, own_rates, rates_of, read_summaries
+from benchmarks.study.rows import ORDER, Rows, find_broken, find_rows, place, rows_at_own_rates
 from benchmarks.study.studies import ONE_LAYER, REAL, STUDIES
 
-from intbmoe.budget import TABLE_1, TABLE_2
 from intbmoe.compare.pairs import pooled_spread
 from intbmoe.recipes.sets import PLACED
 from intbmoe.report.numbers import NOTHING, flops_unit, format_metric
@@ -36,7 +35,6 @@ HOUSE = Path(__file__).parents[2]
 PAGES = (*sorted((HOUSE / "docs" / "results").glob("*.md")), HOUSE / "README.md")
 SECOND = {"accuracy": "accuracy5", "loss": "perplexity", "HR@10": "HR@10 new", "HR@5": "HR@1"}
 """The second metric shown for each main metric."""
-ORDER = {label: place for place, label in enumerate(dict.fromkeys((*TABLE_1, *TABLE_2)))}
 TITLES = {
     "tiny-imagenet": "Images: Tiny-ImageNet",
     "wikipedia": "Text: Wikipedia",
@@ -53,7 +51,6 @@ NARROW, CONTROL = "Equal compute with one layer", "The backbone's FFN in the mix
 BESIDE = {PARAMETERS: "intbmoe", COMPUTE: "intbmoe", NARROW: ONE_LAYER, CONTROL: "dense", ABLATIONS: "intbmoe"}
 """For each table, in order, the row that it repeats from another table."""
 BASES = {"dense": "over dense", PLACED: "over dense in its place", "intbmoe": "over IntBMoE"}
-Rows = dict[str, list[dict[str, Any]]]
 
 
 def main() -> int:
@@ -100,6 +97,8 @@ def make_parts(results: Path) -> dict[str, str]:
         swept = {label: runs for label, runs in found[study].items() if label == "intbmoe"} | found[f"{study}-sweep"]
         parts[f"sweep-{study}"] = claims_text(swept, {"intbmoe": "over the default"}, found[study])
         parts[f"rates-{study}"] = rates_text(f"{study}-rates", summaries)
+    own = rows_at_own_rates("wikipedia-rates", found, summaries)  # on images, all methods so far prefer the common rate
+    parts["own-wikipedia"] = claims_text(own, BASES, found["wikipedia"])
     for study in ("wikipedia-long", "tiny-imagenet-mixed"):
         parts[study] = claims_text(found[study], BASES, {})
     return parts
@@ -151,6 +150,10 @@ def study_text(study: str, summaries: Sequence[Mapping[str, Any]], timing: Mappi
     parts = [_about([run for runs in rows.values() for run in runs], timing)]
     if left_out:
         parts.append(f"{left_out} runs with other settings are [below](#other-settings).")
+    parts += [
+        f"Left out: {run['title']}, seed {run['seed']}, which broke down (test loss {run['test']['loss']:.1f})."
+        for run in find_broken(study, summaries)
+    ]
     for title, beside in BESIDE.items():
         if any(table_of(label) == title for label in rows):
             shown = {label: found for label, found in rows.items() if table_of(label) == title or label == beside}
@@ -174,21 +177,6 @@ def table_of(label: str) -> str:
     return ABLATIONS if label.startswith("intbmoe-") else PARAMETERS
 
 
-def find_rows(study: str, summaries: Sequence[Mapping[str, Any]]) -> tuple[Rows, int]:
-    """Returns the runs of a study's tables, by label in the paper's order, and the number of other runs."""
-    groups: dict[str, list[dict[str, Any]]] = {}
-    for summary in summaries:
-        if summary["study"] == study and summary["stage"] != TUNING:
-            one = STUDIES[study]  # its variants may differ in steps, rates or the number of experts
-            shared = "" if one.as_long_as or one.own_rates or one.sets else summary["shared_digest"]
-            groups.setdefault(shared, []).append(summary)
-    chosen = max(groups.values(), key=_standing, default=[])
-    rows: Rows = {}
-    for summary in sorted(chosen, key=lambda summary: (_place(summary), summary["seed"])):
-        rows.setdefault(summary["label"], []).append(summary)
-    return rows, sum(map(len, groups.values())) - len(chosen)
-
-
 def overview_text(studies: Sequence[str], summaries: Sequence[Mapping[str, Any]]) -> str:
     """Makes a row per study that has IntBMoE: dense, dense in its place, the best other method by validation, IntBMoE,
     and dense with equal compute."""
@@ -209,19 +197,6 @@ def overview_text(studies: Sequence[str], summaries: Sequence[Mapping[str, Any]]
         plain, placed, wide = (values.get(label, NOTHING) for label in ("dense", PLACED, "swiglu-wide"))
         lines.append([f"{TITLES[study]}, {metric}", plain, placed, other, values["intbmoe"], wide])
     return _markdown(header, lines)
-
-
-def _standing(group: Sequence[Mapping[str, Any]]) -> tuple[float, int]:
-    """Ranks groups of settings: by the validation mean of dense and IntBMoE, then by the number of runs."""
-    sign = 1 if group[0]["higher_is_better"] else -1
-    found = [[sign * run["valid"][run["metric"]] for run in group if run["label"] == label] for label in TUNED]
-    return fmean(map(fmean, found)) if all(found) else -math.inf, len(group)
-
-
-def _place(summary: Mapping[str, Any]) -> tuple[bool, int, list[str | int]]:
-    """Sorts in the paper's order, then by name, with numbers compared as numbers."""
-    parts = [int(part) if part.isdecimal() else part for part in re.split(r"(\d+)", summary["label"])]
-    return summary["label"] not in ORDER, ORDER.get(summary["method"], len(ORDER)), parts
 
 
 def _shown_metrics(metric: str) -> list[tuple[str, str]]:
@@ -354,11 +329,12 @@ def settings_text(summaries: Sequence[Mapping[str, Any]], earlier: Sequence[Mapp
     """Tabulates complete runs at settings that the other tables do not show, including earlier forms of methods."""
     lines = []
     for study in REAL:
-        shown = {run["digest"] for runs in find_rows(study, summaries)[0].values() for run in runs}
+        runs_shown = [*find_rows(study, summaries)[0].values(), find_broken(study, summaries)]
+        shown = {run["digest"] for runs in runs_shown for run in runs}
         runs = [(run, "") for run in summaries if run["digest"] not in shown]
         runs += [(run, ", earlier form") for run in earlier]
         for run, form in sorted(
-            runs, key=lambda pair: (_rate(pair[0]), _mixed(pair[0]), _place(pair[0]), pair[0]["seed"])
+            runs, key=lambda pair: (_rate(pair[0]), _mixed(pair[0]), place(pair[0]), pair[0]["seed"])
         ):
             if run["study"] == study and run["stage"] != TUNING:
                 metric, mixed = run["metric"], _mixed(run)
