@@ -8,6 +8,7 @@ import torch.nn.functional as F
 
 import intbmoe
 from intbmoe.budget import TABLE_2
+from intbmoe.models import sequence
 from intbmoe.models.sequence import PADDING, SequenceConfig, SequenceModel
 from intbmoe.tasks.mixture import ffn_maker
 from intbmoe.tasks.recipe import MoESettings
@@ -42,6 +43,13 @@ def config(request):
     return replace(SMALL, copy=request.param)
 
 
+@pytest.fixture(params=[False, True], ids=["wanted places", "every place"])
+def places(request, monkeypatch):
+    """As on a CPU, and as on a GPU."""
+    monkeypatch.setattr(sequence, "computes_every_place", lambda y: request.param)
+
+
+@pytest.mark.usefixtures("places")
 @pytest.mark.parametrize("method", TABLE_2)
 @torch.no_grad()
 def test_training_and_evaluation_see_the_same_distribution(method, config):
@@ -50,7 +58,10 @@ def test_training_and_evaluation_see_the_same_distribution(method, config):
     assert whole.shape == (3, 11)
     assert torch.allclose(whole.exp().sum(1), torch.ones(3, dtype=torch.float64), atol=1e-12, rtol=0)
     targets = next_items(items)
-    found = iter(model(items, targets).tolist())
+    answers = model(items, targets)
+    assert answers.shape == targets.shape
+    assert (answers[targets == PADDING] == 0).all()
+    found = iter(answers[targets != PADDING].tolist())
     for history in HISTORIES:
         for end in range(1, len(history)):
             alone = model(padded(history[:end]))
@@ -80,7 +91,7 @@ def test_the_answers_at_other_places_change_no_prediction(config):
     asked = targets != PADDING
     kept = (torch.arange(8) % 2 == 0).expand(3, 8)
     other = torch.where(asked & ~kept, (targets + 1) % 11, targets)
-    assert torch.equal(model(items, other)[kept[asked]], whole[kept[asked]])
+    assert torch.equal(model(items, other)[kept & asked], whole[kept & asked])
     assert not torch.equal(model(items, other), whole)
 
 
@@ -126,6 +137,7 @@ def test_the_copy_term_by_hand():
     assert torch.allclose(model(padded(history))[0].exp(), expected, atol=1e-12)
 
 
+@pytest.mark.usefixtures("places")
 def test_gradients_are_finite_and_right_also_where_nothing_can_be_copied():
     model = make(config=replace(SMALL, items=5, length=3, depth=1, copy=True))
     items, targets = torch.tensor([[0, 1, 0]]), torch.tensor([[4, 0, 2]])
@@ -135,6 +147,16 @@ def test_gradients_are_finite_and_right_also_where_nothing_can_be_copied():
         return model(items, targets).sum()
 
     assert torch.autograd.gradcheck(loss, parameters)
+
+
+def test_scores_at_places_without_a_target_change_no_gradient(config, monkeypatch):
+    found = []
+    for every_place in (False, True):
+        monkeypatch.setattr(sequence, "computes_every_place", lambda y, every_place=every_place: every_place)
+        model, items = make("intbmoe", config), padded(*HISTORIES)
+        (model(items, next_items(items)) ** 2).sum().backward()
+        found.append([parameter.grad for parameter in model.parameters()])
+    assert all(torch.allclose(a, b, atol=1e-12, rtol=1e-12) for a, b in zip(*found, strict=True))
 
 
 @pytest.mark.parametrize("method", ["dense", "intbmoe"])

@@ -83,8 +83,8 @@ class SequenceModel(nn.Module):
     def forward(self, items: Tensor, targets: Tensor | None = None) -> Tensor:
         """(B, T) items from old to new, at least one, then ``PADDING`` → (B, V): log P(next item) of each sequence.
 
-        With ``targets`` (B, T), ``PADDING`` for none, return log P(target | items up to its place), one number for each
-        target, ordered by row and then place. In training only this is computed.
+        With ``targets`` (B, T), ``PADDING`` for none, return (B, T), log P(target | items up to its place), and 0 where
+        there is none. In training only this is computed.
         """
         mask = items != PADDING
         ids = items.clamp(min=0)
@@ -97,13 +97,19 @@ class SequenceModel(nn.Module):
 
     def _targets(self, y: Tensor, ids: Tensor, mask: Tensor, targets: Tensor) -> Tensor:
         wanted = targets != PADDING
-        generated = self._generated(y[wanted])
-        found = generated.gather(1, targets[wanted].unsqueeze(1)).squeeze(1)
-        if self.pointer is None:
-            return found
-        attention, gate = self.pointer(y, self._keys(y, ids), visible_tokens(mask).squeeze(1))
-        copied = torch.where(ids.unsqueeze(1) == targets.unsqueeze(2), attention, 0).sum(2)
-        return _mix(found, copied[wanted], gate[wanted])
+        every_place = computes_every_place(y)
+
+        def places(x: Tensor) -> Tensor:
+            return x.flatten(0, 1) if every_place else x[wanted]
+
+        found = self._generated(places(y)).gather(1, places(targets).clamp(min=0).unsqueeze(1)).squeeze(1)
+        if self.pointer is not None:
+            attention, gate = self.pointer(y, self._keys(y, ids), visible_tokens(mask).squeeze(1))
+            copied = torch.where(ids.unsqueeze(1) == targets.unsqueeze(2), attention, 0).sum(2)
+            found = _mix(found, places(copied), places(gate))
+        if every_place:
+            return torch.where(wanted, found.view_as(wanted), 0)
+        return found.new_zeros(wanted.shape).masked_scatter(wanted, found)
 
     def _next(self, y: Tensor, ids: Tensor, mask: Tensor) -> Tensor:
         last = mask.sum(1, keepdim=True) - 1
@@ -146,6 +152,15 @@ class Pointer(nn.Module):
         scores = match + wide(self.distance)[ago.clamp(min=0)]
         attention = torch.where(visible, scores, -torch.inf).softmax(-1)
         return attention, F.linear(y, wide(self.gate.weight), wide(self.gate.bias)).squeeze(-1)
+
+
+def computes_every_place(y: Tensor) -> bool:
+    """Whether scores are also computed at places without a target, and not used.
+
+    A GPU would have to wait to learn how many places there are, and no CUDA graph could be captured; a CPU is faster
+    without them.
+    """
+    return y.is_cuda
 
 
 def _mix(generated: Tensor, copied: Tensor, gate: Tensor) -> Tensor:

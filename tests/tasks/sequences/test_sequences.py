@@ -79,7 +79,8 @@ def test_data_is_read_when_a_split_is_asked_for():
 
 def test_loss_is_a_sum_over_the_targets(file):
     task = make_task(recipe(file))
-    total, count = task.loss(Says(torch.tensor([-1.0, -2.5, -0.5])), {"items": None, "targets": None})
+    targets = torch.tensor([[1, 2], [3, PADDING]])
+    total, count = task.loss(Says(torch.tensor([[-1.0, -2.5], [-0.5, 0.0]])), {"items": None, "targets": targets})
     assert (total.item(), count.item()) == (4.0, 3)
     model = task.make_model()
     batch = task.split("train").batch(range(3), 0, 0)
@@ -158,6 +159,21 @@ def test_a_circle_is_learned(tmp_path, method, copy):
     assert result["test"]["HR@1"] > 0.95
     assert result["test"]["loss"] < 0.5
     assert make_task(one).floors()["visit counter, popularity"]["HR@1"] < 0.3
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize(("method", "copy"), [("dense", False), ("intbmoe", True)])
+def test_captured_steps_are_the_ordinary_ones(tmp_path, method, copy):
+    path = write(tmp_path / "walks.npz", check_ins(*(walk[: 4 + user % 9] for user, walk in enumerate(walks()))))
+    model = SequenceConfig(items=10, length=12, dim=16, depth=1, hidden=32, copy=copy)
+    found = []
+    for capture in (False, True):
+        settings = TrainSettings(steps=6, batch=8, lr=1e-2, eval_every=1000, capture=capture)
+        one = recipe(path, MoESettings(method, 4), model, train=settings)
+        run = train(one, root=tmp_path / str(capture), quiet=True)
+        found.append((run.path / "model.safetensors").read_bytes())
+    assert found[0] == found[1]
 
 
 @pytest.mark.parametrize("method", TABLE_2)

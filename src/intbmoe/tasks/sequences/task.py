@@ -116,7 +116,7 @@ class SequencesTask(Task):
 
     def loss(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
         found = model(batch["items"], batch["targets"])
-        return -found.sum(), torch.tensor(len(found), device=found.device)
+        return -found.sum(), (batch["targets"] != PADDING).sum()
 
     def evaluate_examples(self, model: nn.Module, batch: Batch) -> Mapping[str, Tensor]:
         scores, target = model(batch["items"]), batch["target"]
