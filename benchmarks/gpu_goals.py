@@ -4,7 +4,7 @@
 the layer is narrow. Memory is the peak of forward and backward above the parameters, launched from Python.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -48,11 +48,12 @@ def dense_of_equal_flops(config: IntBMoEConfig) -> MoELayer:
 
 def time_goals(device: torch.device, ceilings: Ceilings, workers: int, tiny: bool) -> list[dict[str, Any]]:
     """Times all layers and prints both tables; returns all figures."""
-    compile_points([(goal.shape, "balanced") for goal in GOALS], workers, device)
+    goals = [replace(goal, shape=goal.shape.tiny()) for goal in GOALS] if tiny else GOALS
+    compile_points([(goal.shape, "balanced") for goal in goals], workers, device)
     found = []
-    for goal in GOALS:
+    for goal in goals:
         try:
-            found.append(_measure(goal, device, ceilings, tiny))
+            found.append(_measure(goal, device, ceilings))
         except Exception as error:
             say(f"failed: {goal.shape.name}: {reason(error)}")
         if device.type == "cuda":
@@ -69,8 +70,8 @@ def time_goals(device: torch.device, ceilings: Ceilings, workers: int, tiny: boo
     return found
 
 
-def _measure(goal: Goal, device: torch.device, ceilings: Ceilings, tiny: bool) -> dict[str, Any]:
-    shape = goal.shape.tiny() if tiny else goal.shape
+def _measure(goal: Goal, device: torch.device, ceilings: Ceilings) -> dict[str, Any]:
+    shape = goal.shape
     timed = time_point(shape, "balanced", device, ceilings)
     entry: dict[str, Any] = {"layer": shape.name, "of": "copy" if goal.bandwidth else "peak"}
     for name in ("forward", "both"):

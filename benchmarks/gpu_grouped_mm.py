@@ -7,10 +7,10 @@
 First every product is checked against float64 on fresh random inputs; if one is wrong, the script exits with status 1.
 Then each is timed in bfloat16 by replaying a CUDA graph of many calls, over several sets of inputs if one set would
 stay in the L2 cache. The candidates for a product take turns, because a GPU slows down as it warms up. Figures are
-microseconds per call, medians over replays, for balanced and then Zipf routing.
-"dense" is one cuBLAS product of as many operations, "torch" is F.grouped_mm, "table" is what ``fused.run_mm`` and
-``fused.run_outer`` choose. The other columns are tiles: 256 is 128 × 256, d reads through tensor descriptors, P is
-persistent. TFLOP/s are those of the fastest tile, balanced. Wide layers are timed with the best tiles only.
+microseconds per call, medians over replays, for balanced and then Zipf routing. "dense" is one cuBLAS product of as
+many operations, "torch" is F.grouped_mm, "table" is what ``fused.run_mm`` and ``fused.run_outer`` choose. The other
+columns are tiles: 256 is 128 × 256, d reads through tensor descriptors, P is persistent. TFLOP/s are those of the
+fastest tile, balanced. Wide layers are timed with the best tiles only.
 
 Several processes compile in parallel before anything is timed.
 """
@@ -340,8 +340,8 @@ def main() -> int:
         return 2
     begin = time.perf_counter()
     timed = products(arguments.layers)
-    few = WIDE_WORKERS if arguments.layers == "wide" else arguments.workers
-    right = check_everything(timed, min(few, arguments.workers))
+    workers = min(arguments.workers, WIDE_WORKERS) if arguments.layers == "wide" else arguments.workers
+    right = check_everything(timed, workers)
     print(f"checked and compiled in {time.perf_counter() - begin:.0f} s")
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, bfloat16, µs a call, balanced/Zipf", flush=True)
     everything = {}

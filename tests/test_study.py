@@ -21,6 +21,7 @@ from benchmarks.study import __main__ as study  # noqa: E402
 from benchmarks.study import claims as study_claims  # noqa: E402
 from benchmarks.study import paper as study_paper  # noqa: E402
 from benchmarks.study import plan as study_plan  # noqa: E402
+from benchmarks.study import rows as study_rows  # noqa: E402
 from benchmarks.study import tables as study_tables  # noqa: E402
 from benchmarks.study.attention import count_attention  # noqa: E402
 from benchmarks.study.clock import START_SECONDS, Clock  # noqa: E402
@@ -211,6 +212,20 @@ def test_a_run_that_broke_down_is_named_but_neither_shown_nor_part_of_the_spread
     ]
     assert text.replace("Left out: V-MoE, seed 0, which broke down (test loss 2.1).\n\n", "") == whole
     assert "V-MoE" not in study_tables.settings_text(runs, [])
+
+
+def test_rows_at_own_rates_take_each_method_where_it_is_best(plan, monkeypatch):
+    best = {"vmoe": 0.1, "dense": study_plan.change(plan[0], []).recipe["train"]["lr"], "switch": 0.7}
+    monkeypatch.setattr(study_rows, "own_rates", lambda name, summaries: best)
+    common = {label: [summary_of(e, 0.5) for e in plan if e.label == label] for label in best}
+    other = [summary_of(study_plan.change(e, ["train.lr=0.1"]), 0.6) for e in plan if e.label == "vmoe"]
+    found = {"wikipedia": common, "wikipedia-rates": {"vmoe": other[::-1]}}
+    rows = study_rows.rows_at_own_rates("wikipedia-rates", found, [])
+    assert [*rows] == ["dense", "vmoe"], "in the paper's order, and nothing without a run at its rate"
+    assert [run["seed"] for run in rows["vmoe"]] == [0, 1, 2]
+    assert {run["title"] for run in rows["vmoe"]} == {"V-MoE, 0.1"}
+    assert {run["test"]["accuracy"] for run in rows["vmoe"]} == {0.6}
+    assert {run["test"]["accuracy"] for run in rows["dense"]} == {0.5}
 
 
 def test_a_second_call_adds_to_what_travels_back(tmp_path):

@@ -47,7 +47,8 @@ def rows_at_own_rates(name: str, found: Mapping[str, Rows], summaries: Sequence[
     for label, rate in own_rates(name, summaries).items():
         runs = [run for study in (STUDIES[name].recipe, name) for run in found[study].get(label, [])]
         own = [{**run, "title": f"{run['title']}, {rate:g}"} for run in runs if run["recipe"]["train"]["lr"] == rate]
-        rows[label] = sorted(own, key=lambda run: run["seed"])
+        if own:
+            rows[label] = sorted(own, key=lambda run: run["seed"])
     return dict(sorted(rows.items(), key=lambda row: place(row[1][0])))
 
 
