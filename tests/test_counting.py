@@ -72,7 +72,7 @@ def test_the_filter_is_counted_as_the_paper_writes_it():
 
 def test_the_filter_as_written_is_the_filter_that_runs():
     layer = intbmoe.create("intbmoe", DIM, HIDDEN, experts=3, blocks=4, code_dim=5).double()
-    blocks, x = layer.blocks(torch.float64), tokens(TOKENS).double()
+    blocks, x = layer.blocks(torch.float64, "tiled"), tokens(TOKENS).double()
     for b, code in enumerate(layer.codebook):
         written = layer.filter(torch.cat([x, code.expand(TOKENS, -1)], dim=1))
         torch.testing.assert_close(x @ blocks.token_filter.T + blocks.block_filter[b], written, rtol=0, atol=1e-12)

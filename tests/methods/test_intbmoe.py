@@ -131,7 +131,7 @@ def test_ties_go_to_the_lower_block():
 
 def test_choosing_all_blocks_is_the_dense_mixture():
     layer, x = make(top_k=4), tokens(1, 6)
-    blocks = layer.blocks(torch.float64)
+    blocks = layer.blocks(torch.float64, "tiled")
     probabilities = layer.router(x[0]).softmax(-1)
     mixture = sum(probabilities[:, b : b + 1] * blocks_naive.run_block(x[0], blocks, b) for b in range(4))
     torch.testing.assert_close(layer(x)[0], mixture + layer.shared(x[0]), rtol=0, atol=1e-12)

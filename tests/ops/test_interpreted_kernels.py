@@ -12,6 +12,7 @@ FILES = (
     "ops/test_expert_rows.py",
     "ops/test_hypernetwork.py",
     "ops/test_grouped_mm_fused.py",
+    "ops/test_branches.py",
     "methods/test_fused_layer.py",
 )
 

@@ -34,14 +34,14 @@ from intbmoe.layer import LayerConfig, MoELayer, Quantities, Result, Routing, re
 from intbmoe.ops import native
 from intbmoe.ops.backend import BACKENDS, Backend, choose_backend
 from intbmoe.ops.blocks import Blocks
-from intbmoe.ops.branches import NONE, Branches
+from intbmoe.ops.branches import COEFFICIENTS, NONE, ROUTER, Branches
 from intbmoe.ops.choose import choose
 from intbmoe.ops.filter_terms import filter_terms
 from intbmoe.parts.blocks import run_blocks
 from intbmoe.parts.conditioning import check_conditioning
 from intbmoe.parts.hypernetwork import Hypernetwork
 from intbmoe.parts.linear import Linear
-from intbmoe.parts.pool import Pool
+from intbmoe.parts.pool import Pool, compose_pools
 from intbmoe.parts.quantized import all_in_int8, weight_dtype
 from intbmoe.parts.reference import from_reference, to_reference
 from intbmoe.parts.replay import replayed
@@ -158,7 +158,7 @@ class BlockLayer(MoELayer):
     Config = IntBMoEConfig
     blocks: Callable[..., Blocks]
     """``blocks(dtype, backend, conditioning, branches)`` returns the K blocks, with large tensors in ``dtype``, laid
-    out for ``backend``. Their weights and biases may be read only after ``branches`` are joined."""
+    out for ``backend``. They may be read only after their ``branches`` are joined."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -206,13 +206,18 @@ class BlockLayer(MoELayer):
         rows = x.reshape(-1, self.config.dim)
         backend = choose_backend(rows, dtype, self._backend, has_native=self.config.has_kernels)
         branches = Branches(rows)
-        scores, tokens = self.router(rows, dtype, backend)
-        ids, weights = choose(scores, self.config.top_k, backend)
-        if mask is not None:
-            ids = mask_choices(ids, mask)
-            weights = torch.where(ids < 0, 0, weights)
+        routed, tokens = branches.enter(rows, dtype)
+        with branches.branch(ROUTER, routed):
+            scores, read = self.router(routed, dtype if tokens is None else routed.dtype, backend)
+            ids, weights = choose(scores, self.config.top_k, backend)
+            if mask is not None:
+                ids = mask_choices(ids, mask)
+                weights = torch.where(ids < 0, 0, weights)
+        tokens = read if tokens is None else tokens
         shared = None if self.shared is None else run_shared(self.shared, tokens, backend, branches)
         blocks = self.blocks(dtype, backend, conditioning, branches)
+        branches.mark()
+        branches.join(ROUTER, ids, weights)
         known = {"complete": mask is None, "dtype": x.dtype, "branches": branches}
         y, load = run_blocks(tokens, ids, weights, shared, blocks, backend, **known)
         return Result(y.view(x.shape), Routing(ids, weights), sums={"load": load})
@@ -234,10 +239,9 @@ class BlockLayer(MoELayer):
         c = self.config
         widths = "→".join(str(width) for width in c.widths)
         backend = self.backend or ("auto" if native.LIBRARY else "auto without the compiled library")
-        shown = ("dim", "hidden", "experts", "blocks", "top_k")
-        named = [(f.name, getattr(c, f.name)) for f in fields(c) if f.name in shown[2:] or f.name not in shown]
-        changed = {f.name for f in fields(c) if getattr(c, f.name) != f.default}
-        options = [f"{name}={value}" for name, value in named if name in shown or name in changed]
+        shown = [(f.name, getattr(c, f.name), f.default) for f in fields(c) if f.name not in ("dim", "hidden")]
+        always = "experts", "blocks", "top_k"
+        options = [f"{name}={value}" for name, value, default in shown if name in always or value != default]
         return ", ".join([widths, *options, f"backend={backend}"])
 
 
@@ -275,25 +279,21 @@ class IntBMoE(BlockLayer):
             return self.hypernetwork(self._codes(conditioning)).paths
 
     def blocks(
-        self,
-        dtype: torch.dtype,
-        backend: Backend = "tiled",
-        conditioning: Tensor | None = None,
-        branches: Branches = NONE,
+        self, dtype: torch.dtype, backend: Backend, conditioning: Tensor | None = None, branches: Branches = NONE
     ) -> Blocks:
         """Compose the K blocks in the wide type; the matrices are then cast once."""
         codes = self._codes(conditioning)
-        made, codes = () if codes is self.codebook else (codes,), branches.common(codes)
-        # With ``recompute``, weights are composed where they are used, so the main branch needs the coefficients too.
-        with (NONE if self.recompute else branches).branch(*made):
+        branches.mark()
+        if self.recompute:  # weights are composed where they are used, on the main branch
+            branches = NONE
+        with branches.branch(COEFFICIENTS, codes):
             coefficients = self.hypernetwork(codes, backend)
-            composed = [pool(coefficients, dtype, backend, self.recompute) for pool in self.pools]
-        token_filter = block_filter = None
+        weights, biases = compose_pools(self.pools, coefficients, dtype, backend, self.recompute, branches)
+        filters = {"token_filter": None, "block_filter": None}
         if self.filter is not None:
-            terms = filter_terms(self.filter.weight, self.filter.bias, codes, dtype, backend)
-            token_filter, block_filter = terms[0], terms[1] if backend == "fused" else terms[1].to(dtype)
-        weights, biases = zip(*composed, strict=True)
-        filters = {"token_filter": token_filter, "block_filter": block_filter}
+            with branches.branch(COEFFICIENTS, codes):
+                token_term, term = filter_terms(self.filter.weight, self.filter.bias, codes, dtype, backend)
+                filters = {"token_filter": token_term, "block_filter": term if backend == "fused" else term.to(dtype)}
         return Blocks(weights=weights, biases=biases, **filters, **self._row_parameters())
 
     def _codes(self, conditioning: Tensor | None) -> Tensor:
@@ -358,7 +358,7 @@ class ComposedMoE(BlockLayer):
         with torch.device("meta"):  # every tensor is replaced below; no random numbers are drawn
             composed = cls(layer.config).train(layer.training)
         with torch.no_grad(), autocast_off(layer.codebook):
-            blocks = layer.blocks(dtype, conditioning=conditioning)
+            blocks = layer.blocks(dtype, "tiled", conditioning)
         composed.backend = layer.backend
         for name in ("router", "norms", "gate_norms", "gate_shifts", "scale"):
             setattr(composed, name, copy.deepcopy(getattr(layer, name)))
@@ -375,7 +375,7 @@ class ComposedMoE(BlockLayer):
         return weight_dtype(self.block_weights)
 
     def blocks(
-        self, dtype: torch.dtype, backend: Backend = "tiled", conditioning: Tensor | None = None, _: Branches = NONE
+        self, dtype: torch.dtype, backend: Backend, conditioning: Tensor | None = None, _: Branches = NONE
     ) -> Blocks:
         if conditioning is not None:
             raise ValueError("a precomposed layer takes no conditioning: leave it out, or precompose again with it")

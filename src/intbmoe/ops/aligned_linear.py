@@ -7,6 +7,8 @@ than a slow product. For small products the copy kernels would cost more than th
 import torch.nn.functional as F
 from torch import Tensor
 
+from intbmoe.ops.branches import aside
+from intbmoe.ops.operation import define, schema_of
 from intbmoe.ops.triton_support import aligned
 from intbmoe.precision import cast
 
@@ -32,5 +34,27 @@ def square_linear(x: Tensor, weight: Tensor) -> Tensor:
     weight, width = cast(weight, x.dtype), x.shape[1]
     missing = width_to_multiply(x, width) - width
     if not missing:
-        return F.linear(x, weight)
+        return _linear(x, weight)
     return F.linear(filled_up(x, width + missing), F.pad(weight, (0, missing, 0, missing)))[:, :width]
+
+
+def _allocate(x, weight):
+    return x.new_empty(x.shape[0], weight.shape[0])
+
+
+def _differentiate(ctx, grad):
+    x, weight = ctx.saved_tensors
+    x_grad = weight_grad = None
+    if ctx.needs_input_grad[1]:
+        with aside(ctx, x, grad):
+            weight_grad = grad.t() @ x
+    if ctx.needs_input_grad[0]:
+        x_grad = grad @ weight
+    return x_grad, weight_grad
+
+
+def _flops(x_shape, weight_shape, *_, **__):
+    return 2 * x_shape[0] * weight_shape[0] * weight_shape[1]
+
+
+_linear = define("linear", schema_of(_allocate), F.linear, _allocate, differentiate=_differentiate, flops=_flops)

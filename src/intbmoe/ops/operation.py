@@ -17,6 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import register_flop_formula
 
+from intbmoe.ops.branches import beside
+
 PLAIN = (Tensor, nn.Parameter, type(None), int, float, bool, str, torch.dtype)
 SCHEMA_TYPES = {int: "int", float: "float", bool: "bool", str: "str", torch.dtype: "ScalarType"}
 
@@ -68,6 +70,7 @@ def define(
         @staticmethod
         def forward(ctx, *inputs):
             output = run(*inputs)
+            ctx.beside = beside()
             keep(ctx, inputs, output)
             return output
 

@@ -34,7 +34,7 @@ def run_blocks(
     """(N, d) tokens, (N, k) their blocks (−1: none) and weights → (N, d) weighted sums plus ``shared``, and loads (K,).
 
     ``complete`` says that no id is −1. ``dtype`` is the type that the caller will cast to; a backend may cast already.
-    ``branches`` are those that computed ``shared`` and the blocks' weights and biases.
+    ``branches`` are those that computed ``shared`` and the blocks' tensors.
     """
     count = blocks.weights[0].shape[0]
     if backend == "fused" and blocks.has_kernels:
@@ -42,7 +42,7 @@ def run_blocks(
 
         plan = permute(ids, count, backend, complete)
         return fused.run_blocks(x, weights, shared, blocks, plan, dtype, branches), plan.counts
-    branches.join(shared, *blocks.weights, *blocks.biases)
+    branches.join_all(shared, *blocks.weights, *blocks.biases, blocks.token_filter, blocks.block_filter)
     if backend == "native":
         return native.run_blocks(x, ids, weights, shared, blocks)
     if backend == "naive":

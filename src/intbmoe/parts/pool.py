@@ -1,9 +1,12 @@
 """A pool of expert bases from which blocks are composed."""
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor
 
 from intbmoe.ops.backend import Backend
+from intbmoe.ops.branches import COEFFICIENTS, Branches, pool
 from intbmoe.ops.compose import Coefficients, compose, compose_biases, compose_both
 from intbmoe.ops.composed_mm import Pooled
 from intbmoe.parts.experts import StackedLinear
@@ -31,3 +34,20 @@ class Pool(StackedLinear):
             paths = 1 if alpha.gate is None else 2
             return alpha.value.new_zeros(alpha.value.shape[0], paths * self.weight.shape[2])
         return compose_biases(alpha, self.bias, backend)
+
+
+def compose_pools(
+    pools: Iterable[Pool],
+    alpha: Coefficients,
+    dtype: torch.dtype,
+    backend: Backend,
+    recompute: bool,
+    branches: Branches,
+) -> tuple[tuple[Tensor | Pooled, ...], tuple[Tensor, ...]]:
+    """Compose each pool on a branch of its own; return the weights and biases of all internal layers."""
+    composed = []
+    for number, bases in enumerate(pools):
+        with branches.branch(pool(number), alpha.value, alpha.gate, after=COEFFICIENTS):
+            composed.append(bases(alpha, dtype, backend, recompute))
+    weights, biases = zip(*composed, strict=True)
+    return weights, biases

@@ -14,7 +14,7 @@ from intbmoe.ops.blocks.fused_combine import gated_combine
 from intbmoe.ops.blocks.fused_filter import filter_rows
 from intbmoe.ops.blocks.fused_gate import gated_rows
 from intbmoe.ops.blocks.naive import LAYER_NORM_EPS
-from intbmoe.ops.branches import Branches
+from intbmoe.ops.branches import COEFFICIENTS, SCALE, SHARED, TOKEN_TERM, Branches, pool, sums
 from intbmoe.ops.composed_mm import multiply
 from intbmoe.ops.permute import Permutation
 
@@ -30,15 +30,28 @@ def run_blocks(
 ) -> Tensor:
     """(N, d) tokens, (N, k) weights of their choices, (N, d) the shared expert's output → (N, d) sums in ``dtype``.
 
-    ``branches`` made ``shared`` and the blocks' weights and biases, which the filter does not read.
+    ``branches`` made ``shared`` and the blocks' tensors.
     """
-    token_term = None if blocks.token_filter is None else square_linear(x, blocks.token_filter)
-    z = filter_rows(x, token_term, blocks.block_filter, plan)
-    branches.join(shared, *blocks.weights, *blocks.biases)
-    last = len(blocks.norms)
-    gains = blocks.gains or (None,) * (last + 1)
-    for layer, norm in enumerate(blocks.norms):
-        rows = multiply(z, blocks.weights[layer], plan.ends, "fused", complete=True)
-        z = gated_rows(rows, blocks.biases[layer], gains[layer], blocks.scale, norm, plan.ends, LAYER_NORM_EPS)
-    rows = multiply(z, blocks.weights[last], plan.ends, "fused", complete=True)
-    return gated_combine(rows, blocks.biases[last], gains[last], blocks.scale, weights, shared, plan, dtype)
+    token_term = None
+    if blocks.token_filter is not None:
+        with branches.branch(TOKEN_TERM, x, blocks.token_filter, after=COEFFICIENTS), branches.gradients(COEFFICIENTS):
+            token_term = square_linear(x, blocks.token_filter)
+        branches.join(TOKEN_TERM, token_term)
+    branches.join(COEFFICIENTS, blocks.block_filter)
+    with branches.gradients(COEFFICIENTS):
+        z = filter_rows(x, token_term, blocks.block_filter, plan)
+    (scale,) = branches.take(SCALE, blocks.scale)
+    gains = blocks.gains or (None,) * len(blocks.weights)
+    norms = *blocks.norms, ()
+    for layer, (weight, bias) in enumerate(zip(blocks.weights, blocks.biases, strict=True)):
+        branches.join(pool(layer), weight, bias)
+        with branches.gradients(pool(layer)):
+            rows = multiply(z, weight, plan.ends, "fused", complete=True)
+        bias, gain, factor, *norm = branches.take(sums(layer), bias, gains[layer], scale, *norms[layer])
+        with branches.gradients(sums(layer)):
+            if norm:
+                z = gated_rows(rows, bias, gain, factor, norm, plan.ends, LAYER_NORM_EPS)
+            else:
+                branches.join(SHARED, shared)
+                y = gated_combine(rows, bias, gain, factor, weights, shared, plan, dtype)
+    return y

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from intbmoe.ops.blocks.fused_dprg import gate_factors, inverse_rms, rms_gradient
 from intbmoe.ops.blocks.naive import RMS_EPS
+from intbmoe.ops.branches import aside
 from intbmoe.ops.launch import launch
 from intbmoe.ops.operation import define, schema_of
 from intbmoe.ops.permute import Permutation
@@ -176,28 +177,30 @@ def _allocate(
     return out, rows.new_empty(rows.shape[0], dtype=torch.float32)
 
 
+def _rows_per_program(width: int, count: int) -> int:
+    return BACKWARD.chunk(width, count)["ROWS"]
+
+
 def _run_backward(grad, rows, statistics, bias, gain, scale, weights, token, choice, ends, complete, casts, dtype):
     count, groups = rows.shape[0], ends.shape[0]
-    row_grad, weight_grad, sums, shared_grad = _allocate_backward(
+    row_grad, weight_grad, partials, shared_grad = _allocate_backward(
         grad, rows, statistics, bias, gain, scale, weights, token, choice, ends, complete, casts, dtype
     )
     if not complete:
         weight_grad.zero_()  # for choices without a group
     if count == 0:
-        return row_grad, weight_grad, sums.zero_(), shared_grad
+        return row_grad, weight_grad, partials, shared_grad
     width = grad.shape[1]
     sizes = BACKWARD.chunk(width, count)
-    number = programs(count, groups, sizes["ROWS"])
     grad, rows, weights = in_rows(grad), in_rows(rows), weights.contiguous()
-    partials = sums.new_empty(number, sums.shape[1])
     launch(
-        _gated_combine_backward, (number,),
+        _gated_combine_backward, (len(partials),),
         grad, rows, statistics, bias, gain, scale, weights, token, choice, ends, row_grad, weight_grad,
         shared_grad if casts else None, partials,
         GRAD_STRIDE=grad.stride(0), ROW_STRIDE=rows.stride(0), ROW_GRAD_STRIDE=row_grad.stride(0), WIDTH=width,
         GATE=gain is not None, CHOICES=weights.shape[1], GROUPS=groups, PADDED=power_of_2(groups), **sizes,
     )  # fmt: skip
-    return row_grad, weight_grad, sum_partials(partials, ends, sizes["ROWS"]), shared_grad
+    return row_grad, weight_grad, partials, shared_grad
 
 
 def _allocate_backward(
@@ -206,9 +209,10 @@ def _allocate_backward(
 ):  # fmt: skip
     """``casts``: whether to write the gradient in ``dtype`` too, the type of the shared expert's output."""
     columns = rows.shape[1] if gain is None else rows.shape[1] + gain.shape[0] + 1
-    sums = rows.new_empty(ends.shape[0], columns, dtype=torch.float32)
+    number = programs(rows.shape[0], ends.shape[0], _rows_per_program(grad.shape[1], rows.shape[0]))
+    partials = rows.new_empty(number, columns, dtype=torch.float32)
     shared_grad = grad.new_empty(grad.shape[0] if casts else 0, grad.shape[1], dtype=dtype)
-    return empty_rows(rows, *rows.shape), weights.new_empty(weights.shape), sums, shared_grad
+    return empty_rows(rows, *rows.shape), weights.new_empty(weights.shape), partials, shared_grad
 
 
 def _save(ctx, inputs, output):
@@ -222,18 +226,22 @@ def _differentiate(ctx, grad, _):
     gain = saved[3]
     # Unless every choice has a row, some token may have no row that would cast its gradient.
     casts = ctx.complete and ctx.shared not in (None, grad.dtype)
-    row_grad, weight_grad, sums, shared_grad = _combine_gradient(
+    row_grad, weight_grad, partials, shared_grad = _combine_gradient(
         grad, *saved, ctx.complete, casts, ctx.shared or grad.dtype
     )
-    columns = row_grad.shape[1]
-    gain_grad = scale_grad = None
-    if gain is not None:
-        rest = sums[:, columns:].sum(0)
-        gain_grad, scale_grad = rest[:-1], rest[-1:]
+    bias_grad = gain_grad = scale_grad = None
+    if any(ctx.needs_input_grad[1:4]):
+        columns, ends = row_grad.shape[1], saved[-1]
+        with aside(ctx, partials, ends):
+            sums = sum_partials(partials, ends, _rows_per_program(grad.shape[1], len(row_grad)))
+            bias_grad, rest = sums[:, :columns], sums[:, columns:]
+            if gain is not None:
+                rest = rest.sum(0)
+                gain_grad, scale_grad = rest[:-1], rest[-1:]
     if not casts:
         shared_grad = None if ctx.shared is None else grad.to(ctx.shared)
     plan = (None,) * 7
-    return row_grad, sums[:, :columns], gain_grad, scale_grad, weight_grad, shared_grad, *plan
+    return row_grad, bias_grad, gain_grad, scale_grad, weight_grad, shared_grad, *plan
 
 
 _gated_combine = define("gated_combine", schema_of(_allocate, 2), _run, _allocate, _save, _differentiate)

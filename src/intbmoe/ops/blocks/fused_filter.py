@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from intbmoe.ops.branches import aside
 from intbmoe.ops.launch import launch
 from intbmoe.ops.operation import define, schema_of
 from intbmoe.ops.permute import Permutation
@@ -139,51 +140,62 @@ def _allocate(x, token_term, block_term, token, inverse, group, ends):
     return empty_rows(x, token.shape[0], x.shape[1])
 
 
-def _run_backward(grad, x, token_term, block_term, token, inverse, group, ends):
-    x_grad, term_grad, block_grad = _allocate_backward(grad, x, token_term, block_term, token, inverse, group, ends)
-    (tokens, width), choices, groups = x.shape, inverse.shape[1], ends.shape[0]
-    filtered = token_term is not None
+def _strides(grad, x, token_term) -> dict[str, int]:
+    term_stride = 0 if token_term is None else token_term.stride(0)
+    return {"GRAD_STRIDE": grad.stride(0), "X_STRIDE": x.stride(0), "TERM_STRIDE": term_stride, "WIDTH": x.shape[1]}
+
+
+def _run_tokens_backward(grad, x, token_term, block_term, inverse, group, ends):
+    x_grad, term_grad = _allocate_tokens_backward(grad, x, token_term, block_term, inverse, group, ends)
     x, token_term, block_term = _laid_out(x, token_term, block_term)
-    if tokens == 0:
-        return x_grad, term_grad, block_grad.zero_()
-    sizes, block_sizes = TOKENS.tile(width), BLOCKS.chunk(width, token.shape[0])
-    grad = in_rows(grad)
-    term_stride = token_term.stride(0) if filtered else 0
-    strides = {"GRAD_STRIDE": grad.stride(0), "X_STRIDE": x.stride(0), "TERM_STRIDE": term_stride, "WIDTH": width}
-    number = programs(token.shape[0], groups, block_sizes["ROWS"])
-    launch(
-        _filter_tokens_backward, (ceil_div(tokens, sizes["TILE"]),),
-        grad, x, token_term, block_term, inverse, group, ends, x_grad, term_grad, tokens, **strides,
-        FILTER=filtered, CHOICES=choices, GROUPS=groups, **sizes,
-    )  # fmt: skip
-    if filtered:
-        partials = block_grad.new_empty(number, width)
+    tokens, choices = inverse.shape
+    grad, sizes = in_rows(grad), TOKENS.tile(x.shape[1])
+    if tokens:
         launch(
-            _filter_blocks_backward, (number,),
-            grad, x, token_term, block_term, token, ends, partials, **strides,
-            GROUPS=groups, PADDED=power_of_2(groups), **block_sizes,
+            _filter_tokens_backward, (ceil_div(tokens, sizes["TILE"]),),
+            grad, x, token_term, block_term, inverse, group, ends, x_grad, term_grad, tokens,
+            **_strides(grad, x, token_term),
+            FILTER=token_term is not None, CHOICES=choices, GROUPS=ends.shape[0], **sizes,
         )  # fmt: skip
-        block_grad = sum_partials(partials, ends, block_sizes["ROWS"])
-    return x_grad, term_grad, block_grad
+    return x_grad, term_grad
 
 
-def _allocate_backward(grad, x, token_term, block_term, token, inverse, group, ends):
-    (tokens, width), filtered = x.shape, token_term is not None
-    term_grad = x.new_empty(tokens if filtered else 0, width)
-    block_grad = x.new_empty(ends.shape[0] if filtered else 0, width, dtype=torch.float32)
-    return x.new_empty(tokens, width), term_grad, block_grad
+def _allocate_tokens_backward(grad, x, token_term, block_term, inverse, group, ends):
+    return x.new_empty(x.shape), x.new_empty(0 if token_term is None else x.shape[0], x.shape[1])
+
+
+def _run_blocks_backward(grad, x, token_term, block_term, token, ends):
+    x, token_term, block_term = _laid_out(x, token_term, block_term)
+    width, groups = x.shape[1], ends.shape[0]
+    grad, sizes = in_rows(grad), BLOCKS.chunk(width, token.shape[0])
+    partials = x.new_empty(programs(token.shape[0], groups, sizes["ROWS"]), width, dtype=torch.float32)
+    if token.shape[0]:
+        launch(
+            _filter_blocks_backward, (len(partials),),
+            grad, x, token_term, block_term, token, ends, partials, **_strides(grad, x, token_term),
+            GROUPS=groups, PADDED=power_of_2(groups), **sizes,
+        )  # fmt: skip
+    return sum_partials(partials, ends, sizes["ROWS"])
+
+
+def _allocate_blocks_backward(grad, x, token_term, block_term, token, ends):
+    return x.new_empty(ends.shape[0], x.shape[1], dtype=torch.float32)
 
 
 def _differentiate(ctx, grad):
-    saved = ctx.saved_tensors  # read once: checkpointing does not give them a second time
-    block_term = saved[2]
-    x_grad, term_grad, block_grad = _filter_gradient(grad, *saved)
-    if block_term is None:
-        term_grad = block_grad = None
-    else:
-        block_grad = block_grad.to(block_term.dtype)
-    return x_grad, term_grad, block_grad, None, None, None, None
+    x, token_term, block_term, token, inverse, group, ends = ctx.saved_tensors
+    block_grad = None
+    if block_term is not None and ctx.needs_input_grad[2]:
+        with aside(ctx, grad, x, token_term, token, ends):
+            block_grad = _blocks_gradient(grad, x, token_term, block_term, token, ends).to(block_term.dtype)
+    x_grad, term_grad = _tokens_gradient(grad, x, token_term, block_term, inverse, group, ends)
+    return x_grad, None if token_term is None else term_grad, block_grad, None, None, None, None
 
 
 _filter_rows = define("filter_rows", schema_of(_allocate), _run, _allocate, differentiate=_differentiate)
-_filter_gradient = define("filter_rows_backward", schema_of(_allocate_backward, 3), _run_backward, _allocate_backward)
+_tokens_gradient = define(
+    "filter_tokens_backward", schema_of(_allocate_tokens_backward, 2), _run_tokens_backward, _allocate_tokens_backward
+)
+_blocks_gradient = define(
+    "filter_blocks_backward", schema_of(_allocate_blocks_backward), _run_blocks_backward, _allocate_blocks_backward
+)

@@ -20,6 +20,7 @@ from torch import Tensor
 from intbmoe.ops.blocks import fused_gate_wide
 from intbmoe.ops.blocks.fused_dprg import gate_factors
 from intbmoe.ops.blocks.naive import RMS_EPS
+from intbmoe.ops.branches import aside
 from intbmoe.ops.launch import launch
 from intbmoe.ops.operation import define, schema_of
 from intbmoe.ops.tiles import Tiling, programs, rows_of_program, sigmoid, sum_partials
@@ -301,32 +302,36 @@ def _allocate(rows, bias, gain, scale, norm_gain, norm_shift, ends, norm_eps: fl
     return out, rows.new_empty(rows.shape[0], 3, dtype=torch.float32)
 
 
+def _rows_per_program(width: int, count: int) -> int:
+    return fused_gate_wide.rows_per_program(count) if width > WIDE else _sizes(BACKWARD, width, count)["ROWS"]
+
+
 def _run_backward(grad, rows, statistics, bias, gain, scale, norm_gain, ends):
     count, width, groups = rows.shape[0], norm_gain.shape[0], ends.shape[0]
-    row_grad, sums = _allocate_backward(grad, rows, statistics, bias, gain, scale, norm_gain, ends)
+    row_grad, partials = _allocate_backward(grad, rows, statistics, bias, gain, scale, norm_gain, ends)
     if count == 0:
-        return row_grad, sums.zero_()
+        return row_grad, partials
     grad, rows = in_rows(grad), in_rows(rows)
     if width > WIDE:
         parameters = bias, gain, scale, norm_gain, ends
-        return row_grad, fused_gate_wide.run_backward(grad, rows, statistics, *parameters, row_grad, sums.shape[1])
+        fused_gate_wide.run_backward(grad, rows, statistics, *parameters, row_grad, partials)
+        return row_grad, partials
     sizes = _sizes(BACKWARD, width, count)
-    number = programs(count, groups, sizes["ROWS"])
-    partials = sums.new_empty(number, sums.shape[1])
     launch(
-        _gated_rows_backward, (number,),
+        _gated_rows_backward, (len(partials),),
         grad, rows, statistics, bias, gain, scale, norm_gain, ends, row_grad, partials,
         GRAD_STRIDE=grad.stride(0), ROW_STRIDE=rows.stride(0), ROW_GRAD_STRIDE=row_grad.stride(0), WIDTH=width,
         GATE=gain is not None, GROUPS=groups, PADDED=power_of_2(groups), **sizes,
     )  # fmt: skip
-    return row_grad, sum_partials(partials, ends, sizes["ROWS"])
+    return row_grad, partials
 
 
 def _allocate_backward(grad, rows, statistics, bias, gain, scale, norm_gain, ends):
     width = norm_gain.shape[0]
     scales = fused_gate_wide.scale_columns(width) if width > WIDE else 1
     columns = 3 * width if gain is None else 5 * width + scales
-    return empty_rows(rows, *rows.shape), rows.new_empty(ends.shape[0], columns, dtype=torch.float32)
+    number = programs(rows.shape[0], ends.shape[0], _rows_per_program(width, rows.shape[0]))
+    return empty_rows(rows, *rows.shape), rows.new_empty(number, columns, dtype=torch.float32)
 
 
 def _save(ctx, inputs, output):
@@ -336,13 +341,17 @@ def _save(ctx, inputs, output):
 
 def _differentiate(ctx, grad, _):
     rows, statistics, bias, gain, scale, norm_gain, ends = ctx.saved_tensors
-    row_grad, sums = _rows_gradient(grad, rows, statistics, bias, gain, scale, norm_gain, ends)
+    row_grad, partials = _rows_gradient(grad, rows, statistics, bias, gain, scale, norm_gain, ends)
+    if not any(ctx.needs_input_grad[1:6]):
+        return row_grad, *(None,) * 7
     width, paths = norm_gain.shape[0], 1 if gain is None else 2
-    bias_grad, rest = sums[:, : paths * width], sums[:, paths * width :].sum(0)
     gain_grad = scale_grad = None
-    if gain is not None:
-        gain_grad, scale_grad = rest[2 * width : 3 * width], rest[3 * width :]
-        scale_grad = scale_grad if len(scale_grad) == 1 else scale_grad.sum(0, keepdim=True)
+    with aside(ctx, partials, ends):
+        sums = sum_partials(partials, ends, _rows_per_program(width, len(rows)))
+        bias_grad, rest = sums[:, : paths * width], sums[:, paths * width :].sum(0)
+        if gain is not None:
+            gain_grad, scale_grad = rest[2 * width : 3 * width], rest[3 * width :]
+            scale_grad = scale_grad if len(scale_grad) == 1 else scale_grad.sum(0, keepdim=True)
     return row_grad, bias_grad, gain_grad, scale_grad, rest[:width], rest[width : 2 * width], None, None
 
 

@@ -14,7 +14,7 @@ import triton.language as tl
 
 from intbmoe.ops.blocks.fused_dprg import gate_factors
 from intbmoe.ops.launch import launch
-from intbmoe.ops.tiles import load_rows, power_below, programs, rows_of_program, sum_partials
+from intbmoe.ops.tiles import load_rows, power_below, programs, rows_of_program
 from intbmoe.ops.triton_support import ceil_div, power_of_2
 
 # Tried on an H200, with 16 tiles per program; more tiles, which give fewer partial sums, were not tried separately.
@@ -161,15 +161,18 @@ def scale_columns(width: int) -> int:
     return ceil_div(width, BLOCK)
 
 
-def run_backward(grad, rows, statistics, bias, gain, scale, norm_gain, ends, row_grad, columns):
-    """Fill ``row_grad`` and return (G, columns), the groups' sums, laid out as in ``fused_gate.py``."""
+def rows_per_program(count: int) -> int:
+    """Return how many rows a program of the second kernel sums over: with few rows, programs are small."""
+    return TILE * min(TILES, power_below(count // (TILE * 128)))
+
+
+def run_backward(grad, rows, statistics, bias, gain, scale, norm_gain, ends, row_grad, partials):
+    """Fill ``row_grad`` and ``partials``, the programs' sums, laid out as in ``fused_gate.py``."""
     count, width, groups = rows.shape[0], norm_gain.shape[0], ends.shape[0]
-    tiles = min(TILES, power_below(count // (TILE * 128)))  # with few rows, programs are small
     sizes = {"WIDTH": width, "GROUPS": groups, "PADDED": power_of_2(groups), "GATE": gain is not None}
     sizes |= {"GRAD_STRIDE": grad.stride(0), "ROW_STRIDE": rows.stride(0)}
     parameters = bias, gain, scale, norm_gain, ends
     means = statistics.new_empty(statistics.shape)
-    partials = statistics.new_empty(programs(count, groups, TILE * tiles), columns)
     launch(
         _row_means, (programs(count, groups, ROW_TILE),),
         grad, rows, statistics, *parameters, means,
@@ -178,7 +181,6 @@ def run_backward(grad, rows, statistics, bias, gain, scale, norm_gain, ends, row
     launch(
         _columns_backward, (len(partials), ceil_div(width, BLOCK)),
         grad, rows, statistics, means, *parameters, row_grad, partials,
-        **sizes, ROW_GRAD_STRIDE=row_grad.stride(0), PARTIAL_STRIDE=columns,
-        ROWS=TILE * tiles, TILE=TILE, BLOCK=BLOCK, num_warps=WARPS,
+        **sizes, ROW_GRAD_STRIDE=row_grad.stride(0), PARTIAL_STRIDE=partials.shape[1],
+        ROWS=rows_per_program(count), TILE=TILE, BLOCK=BLOCK, num_warps=WARPS,
     )  # fmt: skip
-    return sum_partials(partials, ends, TILE * tiles)

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from torch import Tensor
 
 from intbmoe.ops import operation
+from intbmoe.ops.branches import aside
 from intbmoe.ops.operation import schema_of
 from intbmoe.ops.triton_support import empty_matrices, empty_rows
 
@@ -34,8 +35,13 @@ def define(mm: str, outer: str, run_mm: Multiply, run_outer: Multiply) -> tuple[
     def differentiate(ctx, grad):
         x, weight, offsets = ctx.saved_tensors
         needs_x, needs_weight = ctx.needs_input_grad[:2]
-        x_grad = multiply(grad, weight.transpose(1, 2), offsets, ctx.complete) if needs_x else None
-        return x_grad, multiply_outer(x, grad, offsets) if needs_weight else None, None, None
+        x_grad = weight_grad = None
+        if needs_weight:
+            with aside(ctx, x, grad, offsets):
+                weight_grad = multiply_outer(x, grad, offsets)
+        if needs_x:
+            x_grad = multiply(grad, weight.transpose(1, 2), offsets, ctx.complete)
+        return x_grad, weight_grad, None, None
 
     def differentiate_outer(ctx, outer_grad):
         x, grad, offsets = ctx.saved_tensors
