@@ -3,7 +3,8 @@
 Pairs are compared over the seeds that both methods have, as in ``intbmoe compare`` (``intbmoe/compare/pairs.py``). The
 variance between trainings comes from the seeds, pooled over all methods of the study. The variance between test
 examples comes from a bootstrap, if both runs kept their outcomes (``STEM.npz`` next to a summary; runs before
-2026-11-17 did not). All p-values are two-sided, with Holm's correction for all pairs of a table.
+2026-11-17 did not). All p-values are two-sided, with Holm's correction for all pairs of a table. If no method has two
+seeds, the p-values are McNemar's, which cover the test examples alone.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from intbmoe.compare.pairs import Difference, holm, judge, paired, pooled_spread, resampled
+from intbmoe.compare.pairs import Difference, Metric, compare_in_pairs, holm, judge, paired, pooled_spread, resampled
 from intbmoe.compare.summary import confidence_intervals
 from intbmoe.recipes import recipe_from_dict
 from intbmoe.report.numbers import NOTHING, format_metric
@@ -24,7 +25,8 @@ from intbmoe.train.outcomes import read_outcomes
 
 Runs = Sequence[Mapping[str, Any]]  # summaries of one variant
 Rows = Mapping[str, Runs]
-SURE = 0.05
+Kept = dict[str, dict[int, Mapping[str, np.ndarray]]]  # outcomes by label and seed
+SURE, LEAST = 0.05, 0.0001  # the level of a claim, and the smallest p-value that is written out
 
 
 def values_text(rows: Rows, split: str, metric: str) -> dict[str, str]:
@@ -62,8 +64,10 @@ def differences(
 ) -> tuple[dict[tuple[str, str], Difference], int]:
     """Returns differences by label and base, and for how many the variance between test examples is known."""
     values = {label: {run["seed"]: np.array([run["test"][metric]]) for run in runs} for label, runs in rows.items()}
-    drawn, found, known = _resampled(rows, metric), {}, 0
+    kept, score = _read_kept(rows, metric)
+    drawn, found, known = resampled(kept, score) if kept else {}, {}, 0
     for base in bases:
+        examples = compare_in_pairs(kept, base, score, drawn) if spread[0] is None and base in kept else {}
         for label in rows:
             seeds = [seed for seed in values[label] if seed in values[base]]
             if label == base or not seeds:
@@ -71,21 +75,23 @@ def differences(
             whole = all(seed in drawn.get(name, {}) for name in (label, base) for seed in seeds)
             known += whole
             one, other = ({s: (drawn if whole else values)[name][s] for s in seeds} for name in (label, base))
-            found[label, base] = judge(paired(one, other), len(seeds), spread)
+            difference = judge(paired(one, other), len(seeds), spread)
+            found[label, base] = replace(difference, p=examples[label].p) if label in examples else difference
     pairs = {frozenset(pair): difference.p for pair, difference in found.items()}  # one claim in either direction
     corrected = dict(zip(pairs, holm(list(pairs.values())), strict=True))
     return {pair: replace(one, p_holm=corrected[frozenset(pair)]) for pair, one in found.items()}, known
 
 
-def _resampled(rows: Rows, metric: str) -> dict[str, dict[int, np.ndarray]]:
-    runs: dict[str, dict[int, Mapping[str, np.ndarray]]] = {}
+def _read_kept(rows: Rows, metric: str) -> tuple[Kept, Metric]:
+    """Returns the outcomes that runs kept, and the metric as a function of their sums."""
+    runs: Kept = {}
     for label, summaries in rows.items():
         for run in summaries:
             path = Path(run["file"]).with_suffix(".npz")
             if path.is_file():
                 runs.setdefault(label, {})[run["seed"]] = read_outcomes(path)
                 task = make_task(recipe_from_dict(run["recipe"]))
-    return resampled(runs, lambda sums: task.metrics(sums)[metric]) if runs else {}
+    return runs, lambda sums: task.metrics(sums)[metric]
 
 
 def _cell(found: Difference | None, metric: str, higher: bool) -> str:
@@ -93,14 +99,21 @@ def _cell(found: Difference | None, metric: str, higher: bool) -> str:
         return NOTHING
     factor, digits = (100, 2) if metric.startswith("accuracy") else (1, 4 if metric.startswith("HR") else 3)
     value = f"{factor * found.value * (1 if higher else -1):+.{digits}f}".replace("-", "−")
-    return f"{value} ± {factor * found.interval_95:.{digits}f}{'*' * (found.over_seeds and found.p_holm < SURE)}"
+    text = f"{value} ± {factor * found.interval_95:.{digits}f}"
+    if found.over_seeds or not found.interval_95:
+        return f"{text}{'*' * (found.over_seeds and found.p_holm < SURE)}"
+    return f"{text} (p {f'= {found.p:.2g}' if found.p >= LEAST else f'< {LEAST}'})"
 
 
 def _note(found: Mapping[Any, Difference], with_examples: int, metric: str) -> str:
     unit = "points" if metric.startswith("accuracy") else "nats" if metric == "loss" else metric
     told = f"Differences are in {unit}, averaged over the seeds that both methods have; positive is better."
     if not any(difference.over_seeds for difference in found.values()):
-        return f"{told} ± is the 95 % interval due to the test examples alone. With one seed each, nothing is claimed."
+        return (
+            f"{told} ± is the 95 % interval due to the test examples alone, and p is two-sided, for the same examples "
+            "(McNemar's test for shares of them, otherwise a bootstrap), without correction. With one seed each, "
+            "nothing is known about other training runs."
+        )
     claims, chance = len({frozenset(pair) for pair in found}), "variation between training runs"
     if with_examples:
         examples = "test examples" if with_examples == len(found) else "test examples (where outcomes were kept)"
