@@ -1,5 +1,6 @@
 """Branches of a captured graph change the time and nothing else."""
 
+import weakref
 from unittest import mock
 
 import pytest
@@ -69,6 +70,37 @@ def test_branches_are_joined_and_change_nothing(hidden, options):
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
     main, *sides = streams
     assert sides
+    assert all(main.has_waited_for(side) for side in sides)
+
+
+def test_without_gradients_what_a_branch_reads_lives_until_the_forward_ends():
+    with fake_streams(), torch.no_grad():
+        found, x = Branches(torch.ones(1)), torch.ones(1)
+        with found.branch("side", x):
+            kept = weakref.ref(x)
+        del x
+        assert kept() is not None
+        del found
+        assert kept() is None
+
+
+def test_under_checkpointing_there_are_none():
+    x = mock.Mock(is_cuda=True, numel=lambda: 1)
+    with mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=True):
+        assert branches._may_branch(x)
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
+            assert not branches._may_branch(x)
+
+
+def test_a_thread_uses_few_streams():
+    with fake_streams() as streams:
+        found = Branches(torch.ones(1))
+        for number in range(40):
+            with found.branch(branches.pool(number)):
+                pass
+        found.join_all()
+    main, *sides = streams
+    assert len(sides) == branches.MOST_STREAMS
     assert all(main.has_waited_for(side) for side in sides)
 
 

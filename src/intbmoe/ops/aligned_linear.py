@@ -4,10 +4,11 @@ Large products are padded to such a multiple with zeros, which change nothing: c
 than a slow product. For small products the copy kernels would cost more than they save.
 """
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from intbmoe.ops.branches import aside
+from intbmoe.ops.branches import aside, beside
 from intbmoe.ops.operation import define, schema_of
 from intbmoe.ops.triton_support import aligned
 from intbmoe.precision import cast
@@ -34,7 +35,8 @@ def square_linear(x: Tensor, weight: Tensor) -> Tensor:
     weight, width = cast(weight, x.dtype), x.shape[1]
     missing = width_to_multiply(x, width) - width
     if not missing:
-        return _linear(x, weight)
+        apart = not torch.compiler.is_compiling() and beside() is not None
+        return (_linear if apart else F.linear)(x, weight)
     return F.linear(filled_up(x, width + missing), F.pad(weight, (0, missing, 0, missing)))[:, :width]
 
 

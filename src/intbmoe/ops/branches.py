@@ -24,6 +24,8 @@ MOST_ENTRIES = 1 << 24
 
 enabled = os.environ.get("INTBMOE_BRANCHES") != "0"
 
+MOST_STREAMS = 12
+
 ROUTER, SHARED, COEFFICIENTS, TOKEN_TERM, SCALE = "router", "shared expert", "coefficients", "token term", "scale"
 
 _of_thread = threading.local()
@@ -45,6 +47,9 @@ def _may_branch(x: Tensor | None) -> bool:
     # Sharded training frees gathered weights when the main stream is done, even if other streams still read them.
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         return False
+    # Under checkpointing, a backward may read what a forward repeated in another thread made, on other streams.
+    if torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:
+        return False
     return torch.cuda.is_current_stream_capturing()
 
 
@@ -58,6 +63,7 @@ class Branches:
         self._main: torch.cuda.Stream | None = None
         self._mark: torch.cuda.Event | None = None
         self._sides: dict[str, torch.cuda.Stream] = {}
+        self._read: list[tuple[Tensor | None, ...]] = []
         self._unsettled: list[tuple[torch.cuda.Event, tuple[Tensor, ...]]] = []
         if _may_branch(x):
             self._main = torch.cuda.current_stream(x.device)
@@ -97,7 +103,10 @@ class Branches:
         side.wait_event(self._mark)
         if after in self._sides:
             side.wait_stream(self._sides[after])
-        _keep(read, side)
+        if torch.is_grad_enabled():
+            _keep(read, side)
+        else:  # until the forward ends, when all branches have been joined
+            self._read.append(read)
         with torch.cuda.stream(side):
             yield
 
@@ -136,7 +145,7 @@ class Branches:
         """Wait for what backward has launched aside, and let go of what it reads."""
         unsettled, self._unsettled = self._unsettled, []
         for event, _ in unsettled:
-            torch.cuda.current_stream().wait_event(event)
+            torch.cuda.current_stream(self._main.device).wait_event(event)
 
 
 NONE = Branches(None)
@@ -160,8 +169,9 @@ def beside() -> tuple[Branches, torch.cuda.Stream] | None:
 def aside(ctx: Any, *read: Tensor) -> Iterator[None]:
     """In the backward of an operation, launch the body on the branch of ``ctx.beside``, if there is one.
 
-    Only nodes of that branch may read what the body makes. ``read`` are the tensors that the body reads; they are kept
-    until the main branch has waited for it.
+    Only nodes of that branch may read what the body makes, so it must have the type and shape that autograd expects: a
+    correction would run on this stream. ``read`` are the tensors that the body reads; they are kept until the main
+    branch has waited for it.
     """
     if getattr(ctx, "beside", None) is None:
         yield
@@ -185,16 +195,17 @@ class _Enter(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad, token_grad):
         ctx.branches.settle()
-        found = [each for each in (grad, token_grad) if each is not None]
-        return sum(found[1:], *found[:1]), None, None  # autograd casts it to the type of x
+        if grad is not None and token_grad is not None:
+            grad = grad + token_grad  # autograd casts it to the type of x
+        return token_grad if grad is None else grad, None, None
 
 
 def _keep(tensors: tuple[Any, ...], stream: torch.cuda.Stream) -> None:
     """Tell the allocator that ``stream`` uses the tensors too.
 
-    Without gradients this is not needed, because the next branch starts after everything that reads them; and memory
-    that is held until the end of a capture would add up to the composed weights of every layer of a deep model. A
-    backward gives no such order.
+    Without gradients this is not needed for what a branch makes, because the next branch starts after everything that
+    reads it; and memory that is held until the end of a capture would add up to the composed weights of every layer of
+    a deep model. A backward gives no such order.
     """
     if torch.is_grad_enabled():
         for tensor in tensors:
@@ -203,8 +214,14 @@ def _keep(tensors: tuple[Any, ...], stream: torch.cuda.Stream) -> None:
 
 
 def _side_stream(device: torch.device, name: str) -> torch.cuda.Stream:
-    """Each thread has its own streams, because two threads may capture at the same time."""
-    streams = vars(_of_thread).setdefault(device, {})
-    if name not in streams:
-        streams[name] = torch.cuda.Stream(device)
-    return streams[name]
+    """Each thread has its own streams, because two threads may capture at the same time.
+
+    Torch has 32 streams per device and then hands out the first again, so a thread takes a few and uses them in turn.
+    Branches on the same stream run one after the other.
+    """
+    named, streams = vars(_of_thread).setdefault(device, ({}, []))
+    if name not in named:
+        if len(streams) < MOST_STREAMS:
+            streams.append(torch.cuda.Stream(device))
+        named[name] = streams[len(named) % MOST_STREAMS]
+    return named[name]
