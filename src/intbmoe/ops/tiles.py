@@ -147,20 +147,20 @@ sum_partials = define("sum_partials", schema_of(_allocate_sums), _run_sums, _all
 
 
 @triton.jit
-def _sum_rows(rows, sums, count, width, TILE: tl.constexpr, BLOCK: tl.constexpr):
+def _sum_programs(partials, sums, count, width, TILE: tl.constexpr, BLOCK: tl.constexpr):
     column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros([TILE, BLOCK], dtype=tl.float32)
     for first in range(0, count, TILE):
         row = first + tl.arange(0, TILE)
         inside = (row < count)[:, None] & (column < width)[None, :]
-        total += tl.load(rows + row[:, None].to(tl.int64) * width + column[None, :], mask=inside, other=0.0)
+        total += tl.load(partials + row[:, None].to(tl.int64) * width + column[None, :], mask=inside, other=0.0)
     tl.store(sums + column, tl.sum(total, 0), mask=column < width)
 
 
-def sum_rows(rows: Tensor) -> Tensor:
-    """(n, …) contiguous float32 → (…), ``rows.sum(0)`` in a fixed order: faster than torch's for few columns."""
-    sums = rows.new_empty(rows.shape[1:])
-    width = sums.numel()
-    tile, block = min(power_of_2(len(rows), 16), 256), 1024 if INTERPRETING else 32  # its programs run one by one
-    launch(_sum_rows, (ceil_div(width, block),), rows, sums, len(rows), width, TILE=tile, BLOCK=block, num_warps=8)
+def sum_programs(partials: Tensor) -> Tensor:
+    """(programs, …) contiguous float32 → (…), ``partials.sum(0)`` in a fixed order; torch is slow for few columns."""
+    sums = partials.new_empty(partials.shape[1:])
+    count, width = len(partials), sums.numel()
+    tile, block = min(power_of_2(count, 16), 256), 1024 if INTERPRETING else 32  # its programs run one by one
+    launch(_sum_programs, (ceil_div(width, block),), partials, sums, count, width, TILE=tile, BLOCK=block, num_warps=8)
     return sums

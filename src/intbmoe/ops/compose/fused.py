@@ -33,7 +33,7 @@ from intbmoe.ops.backend import INTERPRETING
 from intbmoe.ops.compose import fused_kernels as kernels
 from intbmoe.ops.launch import launch
 from intbmoe.ops.operation import define, schema_of
-from intbmoe.ops.tiles import sum_rows
+from intbmoe.ops.tiles import sum_programs
 from intbmoe.ops.triton_support import ALIGNMENT, ceil_div, empty_matrices, in_rows, power_of_2
 
 BACKWARD_PROGRAMS = 1056  # per 32 bases: as many as an H200 runs at once. The same on all devices, as sums depend on it
@@ -220,7 +220,7 @@ def _run_backward(grad, bias_grad, value, gate, pool, bias, factor):
                 kernels.many_rows_backward, grid,
                 *grads, *paths, *bases, *found, partials, *end, items, programs, first, **sizes, GRADIENTS=gradients,
             )  # fmt: skip
-    return sum_rows(partials), *found
+    return sum_programs(partials), *found
 
 
 def _allocate_backward(grad, bias_grad, value, gate, pool, bias, factor: float):

@@ -12,7 +12,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from intbmoe.ops.launch import launch
 from intbmoe.ops.operation import define
-from intbmoe.ops.tiles import ENOUGH_PROGRAMS, power_below, sum_rows
+from intbmoe.ops.tiles import ENOUGH_PROGRAMS, power_below, sum_programs
 from intbmoe.ops.triton_support import ceil_div, multiprocessors, power_of_2, shared_memory
 
 TOKENS, INPUTS, WARPS, STAGES = 64, 32, 4, 3
@@ -173,7 +173,7 @@ def _run_backward(grad, token_grad, x, weight, score_weight, hidden):
         **_sizes(x, weight, score_weight), TOKENS=rows, INPUTS=inputs, TILES=tiles,
         num_warps=BACKWARD_WARPS, num_stages=stages,
     )  # fmt: skip
-    return x_grad, sum_rows(partials) if chunks > 1 else sums
+    return x_grad, sum_programs(partials) if chunks > 1 else sums
 
 
 def _allocate_backward(grad, token_grad, x, weight, score_weight, hidden):
