@@ -56,6 +56,7 @@ def fake_streams():
             yield
         finally:
             current.pop()
+            stream.tick()  # there may be work now that nobody has waited for
 
     patches = {"Stream": make, "stream": on, "current_stream": lambda device=None: current[-1]}
     branches._of_thread.__dict__.clear()

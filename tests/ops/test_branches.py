@@ -50,11 +50,17 @@ def test_without_a_capture_there_are_none():
 
 
 @pytest.mark.parametrize(
-    ("hidden", "options"),
-    [(24, {}), ((), {}), (24, {"recompute": True}), (24, {"backend": "grouped"})],
+    ("hidden", "half", "options"),
+    [
+        (24, False, {}),
+        ((), False, {}),
+        (24, False, {"recompute": True}),
+        (24, False, {"backend": "grouped"}),
+        (24, True, {"backend": "grouped"}),
+    ],
     ids=str,
 )
-def test_branches_are_joined_and_change_nothing(hidden, options):
+def test_branches_are_joined_and_change_nothing(hidden, half, options):
     torch.manual_seed(0)
     layer = intbmoe.IntBMoE(16, hidden, experts=3, blocks=3, top_k=2)
     layer.backend = "fused" if INTERPRETING else "tiled"
@@ -64,7 +70,8 @@ def test_branches_are_joined_and_change_nothing(hidden, options):
     leaves = [x, *layer.parameters()]
 
     def step():
-        y = layer(x, mask)
+        with torch.autocast("cpu", torch.bfloat16, enabled=half):
+            y = layer(x, mask)
         return [y, *torch.autograd.grad(y.square().sum(), leaves)]
 
     expected = step()

@@ -216,8 +216,6 @@ class BlockLayer(MoELayer):
         tokens = read if tokens is None else tokens
         shared = None if self.shared is None else run_shared(self.shared, tokens, backend, branches)
         blocks = self.blocks(dtype, backend, conditioning, branches)
-        branches.mark()
-        branches.join(ROUTER, ids, weights)
         known = {"complete": mask is None, "dtype": x.dtype, "branches": branches}
         y, load = run_blocks(tokens, ids, weights, shared, blocks, backend, **known)
         return Result(y.view(x.shape), Routing(ids, weights), sums={"load": load})

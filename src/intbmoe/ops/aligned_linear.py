@@ -35,9 +35,12 @@ def square_linear(x: Tensor, weight: Tensor) -> Tensor:
     weight, width = cast(weight, x.dtype), x.shape[1]
     missing = width_to_multiply(x, width) - width
     if not missing:
-        apart = not torch.compiler.is_compiling() and beside() is not None
-        return (_linear if apart else F.linear)(x, weight)
+        plain = torch.compiler.is_compiling() or beside() is None
+        return F.linear(x, weight) if plain else _linear(x, weight)
     return F.linear(filled_up(x, width + missing), F.pad(weight, (0, missing, 0, missing)))[:, :width]
+
+
+# The same product, but the gradient of its weight, which nothing else waits for, is made aside.
 
 
 def _allocate(x, weight):

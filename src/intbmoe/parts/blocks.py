@@ -10,7 +10,7 @@ from torch import Tensor
 
 from intbmoe.ops.backend import Backend
 from intbmoe.ops.blocks import Blocks, naive, native
-from intbmoe.ops.branches import Branches
+from intbmoe.ops.branches import ROUTER, Branches
 from intbmoe.ops.composed_mm import multiply
 from intbmoe.ops.eager import transformed
 from intbmoe.ops.permute import Permutation, permute
@@ -34,15 +34,18 @@ def run_blocks(
     """(N, d) tokens, (N, k) their blocks (−1: none) and weights → (N, d) weighted sums plus ``shared``, and loads (K,).
 
     ``complete`` says that no id is −1. ``dtype`` is the type that the caller will cast to; a backend may cast already.
-    ``branches`` are those that computed ``shared`` and the blocks' tensors.
+    ``branches`` are those that computed everything else given here.
     """
     count = blocks.weights[0].shape[0]
     if backend == "fused" and blocks.has_kernels:
         from intbmoe.ops.blocks import fused
 
+        branches.mark()  # the filter's term of the tokens starts here, beside the sort
+        branches.join(ROUTER, ids, weights)
         plan = permute(ids, count, backend, complete)
         return fused.run_blocks(x, weights, shared, blocks, plan, dtype, branches), plan.counts
-    branches.join_all(shared, *blocks.weights, *blocks.biases, blocks.token_filter, blocks.block_filter)
+    made = *blocks.weights, *blocks.biases, blocks.token_filter, blocks.block_filter
+    branches.join_all(ids, weights, shared, *made)
     if backend == "native":
         return native.run_blocks(x, ids, weights, shared, blocks)
     if backend == "naive":
