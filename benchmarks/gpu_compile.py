@@ -26,6 +26,7 @@ SHARED = {80: 166_912, 89: 101_376, 90: 232_448}  # bytes of shared memory that 
 SMALL = [
     ("intbmoe", 96, 384, {"experts": 32, "blocks": 8}, 126),  # IntTravel's
     ("intbmoe", 72, 150, {"experts": 3, "blocks": 20}, 3),
+    ("intbmoe", 48, (), {"experts": 2, "blocks": 96}, 40),
     ("remoe", 64, 128, {"experts": 4}, 40),
     ("deepseek", 64, 128, {"experts": 4}, 40),
 ]

@@ -62,7 +62,7 @@ if INTERPRETING:
     @pytest.fixture(autouse=True)
     def _several_tiles_a_program(monkeypatch):
         """As on a GPU with many rows: a program has two tiles of wide rows, and a large group has two programs."""
-        monkeypatch.setattr(tiles, "ENOUGH_PROGRAMS", 2)
+        monkeypatch.setattr(tiles, "ENOUGH_WARPS", 2)
 
 
 def choices(routing, tokens, k, groups=GROUPS):
@@ -195,6 +195,7 @@ def test_rows_in_pieces(device, pieces, gate, monkeypatch):
     tiling = Tiling(elements=48, per_lane=1, tiles=2, stages=2, pieces=(pieces,))
     monkeypatch.setattr(fused_gate, "FORWARD", {None: tiling})
     monkeypatch.setattr(fused_gate, "BACKWARD", {None: tiling})
+    monkeypatch.setattr(fused_gate, "FEW_ROWS", 0)
     test_gated_rows(device, "masked", 5, 44, gate)
 
 
@@ -209,11 +210,8 @@ def test_rows_too_wide_for_registers(device, gate, routing, tokens, width, monke
     test_gated_rows(device, routing, tokens, width, gate)
 
 
-@on_device
-@tokens_
-@pytest.mark.parametrize("half", [True, False], ids=["half", "float32"])
-def test_router_scores(device, tokens, half):
-    dim, hidden, choices = 70, 20, 5
+def check_router_scores(device, tokens, half, hidden, choices):
+    dim = 70
     maps = torch.randn(hidden, dim), torch.randn(hidden), torch.randn(choices, hidden), torch.randn(choices)
     quick, exact = pairs(device, torch.randn(tokens, dim), *maps)
     dtype = torch.float16 if half else torch.float32
@@ -229,6 +227,19 @@ def test_router_scores(device, tokens, half):
             assert (a.grad.cpu() - b.grad).norm() <= 5e-3 * b.grad.norm()
     else:
         gradients_near(quick, exact)
+
+
+@on_device
+@tokens_
+@pytest.mark.parametrize("half", [True, False], ids=["half", "float32"])
+def test_router_scores(device, tokens, half):
+    check_router_scores(device, tokens, half, hidden=20, choices=5)
+
+
+@on_device
+@pytest.mark.parametrize(("hidden", "choices"), [(64, 96), (100, 40)])
+def test_scores_of_a_large_router(device, hidden, choices):
+    check_router_scores(device, 150, False, hidden, choices)
 
 
 @on_device

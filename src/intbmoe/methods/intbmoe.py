@@ -34,7 +34,7 @@ from intbmoe.layer import LayerConfig, MoELayer, Quantities, Result, Routing, re
 from intbmoe.ops import native
 from intbmoe.ops.backend import BACKENDS, Backend, choose_backend
 from intbmoe.ops.blocks import Blocks
-from intbmoe.ops.branches import COEFFICIENTS, NONE, ROUTER, Branches
+from intbmoe.ops.branches import CODES, COEFFICIENTS, FILTER, NONE, ROUTER, Branches
 from intbmoe.ops.choose import choose
 from intbmoe.ops.filter_terms import filter_terms
 from intbmoe.parts.blocks import run_blocks
@@ -280,16 +280,16 @@ class IntBMoE(BlockLayer):
         self, dtype: torch.dtype, backend: Backend, conditioning: Tensor | None = None, branches: Branches = NONE
     ) -> Blocks:
         """Compose the K blocks in the wide type; the matrices are then cast once."""
-        codes = self._codes(conditioning)
-        branches.mark()
         if self.recompute:  # weights are composed where they are used, on the main branch
             branches = NONE
+        (codes,) = branches.take(CODES, self._codes(conditioning))
+        branches.mark()
         with branches.branch(COEFFICIENTS, codes):
             coefficients = self.hypernetwork(codes, backend)
         weights, biases = compose_pools(self.pools, coefficients, dtype, backend, self.recompute, branches)
         filters = {"token_filter": None, "block_filter": None}
         if self.filter is not None:
-            with branches.branch(COEFFICIENTS, codes):
+            with branches.branch(FILTER, codes):
                 token_term, term = filter_terms(self.filter.weight, self.filter.bias, codes, dtype, backend)
                 filters = {"token_filter": token_term, "block_filter": term if backend == "fused" else term.to(dtype)}
         return Blocks(weights=weights, biases=biases, **filters, **self._row_parameters())

@@ -24,9 +24,12 @@ MOST_ENTRIES = 1 << 24
 
 enabled = os.environ.get("INTBMOE_BRANCHES") != "0"
 
-MOST_STREAMS = 12
+MOST_STREAMS = 16
 
-ROUTER, SHARED, COEFFICIENTS, TOKEN_TERM, SCALE = "router", "shared expert", "coefficients", "token term", "scale"
+ROUTER, SHARED, CODES, COEFFICIENTS = "router", "shared expert", "codes", "coefficients"
+FILTER, TOKEN_TERM, SCALE, ROWS = "filter's terms", "token term", "scale", "rows"
+FIRST = (ROWS,)
+"""Branches whose kernels go first where several wait for a multiprocessor."""
 
 _of_thread = threading.local()
 
@@ -111,10 +114,14 @@ class Branches:
             yield
 
     def join(self, name: str, *made: Any) -> None:
-        """Wait for a branch, if it was started; ``made`` are the tensors that it made (other values are skipped)."""
+        """Wait for a branch, if it was started; ``made`` are the tensors that it made (other values are skipped).
+
+        The current branch waits, which is the main one unless this is called in the body of another.
+        """
         if name in self._sides:
-            self._main.wait_stream(self._sides[name])
-            _keep(made, self._main)
+            current = torch.cuda.current_stream(self._main.device)
+            current.wait_stream(self._sides[name])
+            _keep(made, current)
 
     def join_all(self, *made: Any) -> None:
         """Wait for all branches; ``made`` are the tensors that they made."""
@@ -221,7 +228,11 @@ def _side_stream(device: torch.device, name: str) -> torch.cuda.Stream:
     """
     named, streams = vars(_of_thread).setdefault(device, ({}, []))
     if name not in named:
-        if len(streams) < MOST_STREAMS:
-            streams.append(torch.cuda.Stream(device))
-        named[name] = streams[len(named) % MOST_STREAMS]
+        if name in FIRST:
+            named[name] = torch.cuda.Stream(device, priority=-1)
+        elif len(streams) < MOST_STREAMS:
+            named[name] = torch.cuda.Stream(device)
+            streams.append(named[name])
+        else:
+            named[name] = streams[len(named) % MOST_STREAMS]
     return named[name]

@@ -18,7 +18,7 @@ from intbmoe.ops.launch import launch
 from intbmoe.ops.operation import define, schema_of
 from intbmoe.ops.triton_support import ceil_div, power_of_2
 
-ENOUGH_PROGRAMS = 512  # to keep a large GPU busy
+ENOUGH_WARPS = 1000  # to keep a large GPU busy
 _ASSEMBLY = tl.constexpr(torch.version.hip is None and not INTERPRETING)
 
 
@@ -30,6 +30,7 @@ class Tiling(NamedTuple):
     tiles: int = 1  # per program, which reads its bias and writes its partial sums once for all of them
     stages: int = 1  # tiles being loaded while one is computed
     pieces: tuple[int, ...] = (1,)  # allowed cuts of a row: 2844 columns take 3072 lanes in three pieces, 4096 in one
+    spread: int = 1  # programs get several tiles only if there are still this many times ENOUGH_WARPS
 
     def cut(self, width: int) -> int:
         """Return the number of pieces that takes the fewest lanes."""
@@ -42,8 +43,13 @@ class Tiling(NamedTuple):
     def chunk(self, width: int, rows: int) -> dict[str, int]:
         """The same as ``tile``, for several tiles; with few rows, programs are small, to use all multiprocessors."""
         sizes = self.tile(width)
-        tiles = min(self.tiles, power_below(rows // (sizes["TILE"] * ENOUGH_PROGRAMS)))
+        tiles = min(self.tiles, power_below(rows * sizes["num_warps"] // (sizes["TILE"] * self.spread * ENOUGH_WARPS)))
         return {**sizes, "ROWS": sizes["TILE"] * tiles, "STAGES": min(self.stages, tiles)}
+
+
+def tiling_for(width: int, tilings: dict[int | None, Tiling]) -> Tiling:
+    """Return the tiling for rows of this width; keys are the widest rows that each is for, in rising order."""
+    return next(tiling for widest, tiling in tilings.items() if widest is None or width <= widest)
 
 
 @cache

@@ -18,11 +18,14 @@ from intbmoe.ops.branches import aside
 from intbmoe.ops.launch import launch
 from intbmoe.ops.operation import define, schema_of
 from intbmoe.ops.permute import Permutation
-from intbmoe.ops.tiles import Tiling, load_rows, programs, rows_of_program, sigmoid, sum_partials
+from intbmoe.ops.tiles import Tiling, load_rows, programs, rows_of_program, sigmoid, sum_partials, tiling_for
 from intbmoe.ops.triton_support import ceil_div, empty_rows, in_rows, power_of_2
 
 FORWARD = Tiling(elements=512, per_lane=8)
-BACKWARD = Tiling(elements=512, per_lane=16, tiles=32, stages=3)
+BACKWARD = {
+    512: Tiling(elements=256, per_lane=8, tiles=64, stages=3),
+    None: Tiling(elements=512, per_lane=16, tiles=32, stages=3),
+}
 
 
 def gated_combine(
@@ -178,7 +181,7 @@ def _allocate(
 
 
 def _rows_per_program(width: int, count: int) -> int:
-    return BACKWARD.chunk(width, count)["ROWS"]
+    return tiling_for(width, BACKWARD).chunk(width, count)["ROWS"]
 
 
 def _run_backward(grad, rows, statistics, bias, gain, scale, weights, token, choice, ends, complete, casts, dtype):
@@ -191,7 +194,7 @@ def _run_backward(grad, rows, statistics, bias, gain, scale, weights, token, cho
     if count == 0:
         return row_grad, weight_grad, partials, shared_grad
     width = grad.shape[1]
-    sizes = BACKWARD.chunk(width, count)
+    sizes = tiling_for(width, BACKWARD).chunk(width, count)
     grad, rows, weights = in_rows(grad), in_rows(rows), weights.contiguous()
     launch(
         _gated_combine_backward, (len(partials),),

@@ -13,11 +13,14 @@ from intbmoe.ops.branches import aside
 from intbmoe.ops.launch import launch
 from intbmoe.ops.operation import define, schema_of
 from intbmoe.ops.permute import Permutation
-from intbmoe.ops.tiles import Tiling, load_rows, programs, rows_of_program, sigmoid, sum_partials
+from intbmoe.ops.tiles import Tiling, load_rows, programs, rows_of_program, sigmoid, sum_partials, tiling_for
 from intbmoe.ops.triton_support import ceil_div, empty_rows, in_rows, power_of_2
 
 TOKENS = Tiling(elements=512, per_lane=8)
-BLOCKS = Tiling(elements=512, per_lane=16, tiles=32, stages=3)
+BLOCKS = {
+    512: Tiling(elements=256, per_lane=8, tiles=32, stages=3),
+    None: Tiling(elements=512, per_lane=16, tiles=32, stages=3),
+}
 
 
 def filter_rows(x: Tensor, token_term: Tensor | None, block_term: Tensor | None, plan: Permutation) -> Tensor:
@@ -167,7 +170,7 @@ def _allocate_tokens_backward(grad, x, token_term, block_term, inverse, group, e
 def _run_blocks_backward(grad, x, token_term, block_term, token, ends):
     x, token_term, block_term = _laid_out(x, token_term, block_term)
     width, groups = x.shape[1], ends.shape[0]
-    grad, sizes = in_rows(grad), BLOCKS.chunk(width, token.shape[0])
+    grad, sizes = in_rows(grad), tiling_for(width, BLOCKS).chunk(width, token.shape[0])
     partials = x.new_empty(programs(token.shape[0], groups, sizes["ROWS"]), width, dtype=torch.float32)
     if token.shape[0]:
         launch(

@@ -23,20 +23,22 @@ from intbmoe.ops.blocks.naive import RMS_EPS
 from intbmoe.ops.branches import aside
 from intbmoe.ops.launch import launch
 from intbmoe.ops.operation import define, schema_of
-from intbmoe.ops.tiles import Tiling, programs, rows_of_program, sigmoid, sum_partials
+from intbmoe.ops.tiles import Tiling, programs, rows_of_program, sigmoid, sum_partials, tiling_for
 from intbmoe.ops.triton_support import empty_rows, in_rows, power_of_2
 
-# Measured on an H200 at the paper's three widths (benchmarks/gpu.py).
+# Measured on an H200 at widths from 256 to 2844.
 FORWARD = {
-    1024: Tiling(elements=512, per_lane=24, tiles=16, stages=3, pieces=(1, 3)),
-    None: Tiling(elements=512, per_lane=12, tiles=16, stages=3, pieces=(1, 3)),
+    1024: Tiling(elements=512, per_lane=24, tiles=16, stages=3, pieces=(1, 3), spread=2),
+    None: Tiling(elements=512, per_lane=12, tiles=16, stages=3, pieces=(1, 3), spread=2),
 }
 BACKWARD = {
-    512: Tiling(elements=512, per_lane=16, tiles=16, stages=3),
+    512: Tiling(elements=256, per_lane=8, tiles=32, stages=3),
     1024: Tiling(elements=1024, per_lane=12, tiles=64, stages=4, pieces=(1, 3)),
-    None: Tiling(elements=1024, per_lane=12, tiles=32, stages=3, pieces=(1, 3)),
+    None: Tiling(elements=1024, per_lane=12, tiles=64, stages=3, pieces=(1, 3)),
 }
-"""Keys are the widest rows that each tiling is for: a narrow row fits into one warp, which need not wait for others."""
+FEW_ROWS = 8192
+BACKWARD_FEW = BACKWARD | {1024: Tiling(elements=1024, per_lane=6, tiles=64, stages=3, pieces=(1, 3))}
+"""For fewer rows than that: twice as many warps for each."""
 WIDE = 3072
 """Above this many columns, backward uses ``fused_gate_wide.py``: a program cannot hold wider rows in registers."""
 
@@ -278,8 +280,12 @@ def _gated_rows_backward(
 
 
 def _sizes(tilings: dict[int | None, Tiling], width: int, count: int) -> dict[str, int]:
-    tiling = next(tiling for widest, tiling in tilings.items() if widest is None or width <= widest)
+    tiling = tiling_for(width, tilings)
     return {**tiling.chunk(width, count), "PIECES": tiling.cut(width)}
+
+
+def _backward_sizes(width: int, count: int) -> dict[str, int]:
+    return _sizes(BACKWARD_FEW if count < FEW_ROWS else BACKWARD, width, count)
 
 
 def _run(rows, bias, gain, scale, norm_gain, norm_shift, ends, norm_eps):
@@ -303,7 +309,7 @@ def _allocate(rows, bias, gain, scale, norm_gain, norm_shift, ends, norm_eps: fl
 
 
 def _rows_per_program(width: int, count: int) -> int:
-    return fused_gate_wide.rows_per_program(count) if width > WIDE else _sizes(BACKWARD, width, count)["ROWS"]
+    return fused_gate_wide.rows_per_program(count) if width > WIDE else _backward_sizes(width, count)["ROWS"]
 
 
 def _run_backward(grad, rows, statistics, bias, gain, scale, norm_gain, ends):
@@ -316,7 +322,7 @@ def _run_backward(grad, rows, statistics, bias, gain, scale, norm_gain, ends):
         parameters = bias, gain, scale, norm_gain, ends
         fused_gate_wide.run_backward(grad, rows, statistics, *parameters, row_grad, partials)
         return row_grad, partials
-    sizes = _sizes(BACKWARD, width, count)
+    sizes = _backward_sizes(width, count)
     launch(
         _gated_rows_backward, (len(partials),),
         grad, rows, statistics, bias, gain, scale, norm_gain, ends, row_grad, partials,

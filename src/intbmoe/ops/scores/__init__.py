@@ -6,17 +6,19 @@ from torch import Tensor
 from intbmoe.ops.backend import Backend
 from intbmoe.ops.scores import naive
 
-MOST_HIDDEN, MOST_CHOICES = 128, 64  # that the Triton kernel can hold in registers
-MOST_WEIGHTS = 4096  # the product of both: more fits only into the shared memory of the largest GPUs
+
+def _fits(units: int, choices: int) -> bool:
+    """Whether the Triton kernels can hold this in registers, and in the shared memory of small GPUs."""
+    if units <= 64:
+        return choices <= 128
+    return units <= 128 and choices <= 64 and units * choices <= 4096
 
 
 def router_scores(
     x: Tensor, hidden: tuple[Tensor, Tensor], scores: tuple[Tensor, Tensor], dtype: torch.dtype, backend: Backend
 ) -> tuple[Tensor, Tensor]:
     """As ``naive.router_scores``; the kernel reads the tokens once for both results."""
-    units, choices = hidden[0].shape[0], scores[0].shape[0]
-    small = units <= MOST_HIDDEN and choices <= MOST_CHOICES and units * choices <= MOST_WEIGHTS
-    if backend == "fused" and small:
+    if backend == "fused" and _fits(hidden[0].shape[0], scores[0].shape[0]):
         from intbmoe.ops.scores import fused
 
         return fused.router_scores(x, hidden, scores, dtype)
