@@ -26,9 +26,6 @@ CLIFF, SHORT_CLIFF, SHORT_MS = 2.5, 4.0, 0.05
 WORST = 20
 LOOKED_INTO = 6
 """How many of the worst layers are timed stage by stage."""
-COPIES, LONG_MS = 4, 0.5
-"""A graph has this many copies of a short layer, one after the other, like the layers of a model: a graph with branches
-takes about 10 µs to start, whatever its length."""
 LARGE_BYTES = 6e9
 """Layers larger than this are compiled one at a time: several at once would not fit into the device's memory."""
 
@@ -99,8 +96,8 @@ def time_point(shape: Shape, routing: str, device: torch.device, ceilings: Ceili
     found: dict[str, Any] = {"shape": describe(shape, routing)}
     for name, make in (("forward", forward_call), ("both", both_call)):
         layer.train(name == "both")
+        ms = graph_ms([make(layer, x, True)], device)
         floor = sum(cost.floor_ms(ceilings) for cost in costs[name])
-        ms = graph_ms([make(layer, x, True)] * (COPIES if floor < LONG_MS else 1), device)
         found[name] = {
             "ms": ms,
             "floor_ms": floor,

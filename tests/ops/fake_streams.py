@@ -45,7 +45,7 @@ def fake_streams():
     used = [FakeStream()]
     current = [used[0]]
 
-    def make(device=None, priority=0):
+    def make(device=None):
         used.append(FakeStream())
         return used[-1]
 

@@ -27,9 +27,7 @@ enabled = os.environ.get("INTBMOE_BRANCHES") != "0"
 MOST_STREAMS = 16
 
 ROUTER, SHARED, CODES, COEFFICIENTS = "router", "shared expert", "codes", "coefficients"
-FILTER, TOKEN_TERM, SCALE, ROWS = "filter's terms", "token term", "scale", "rows"
-FIRST = (ROWS,)
-"""Branches whose kernels go first where several wait for a multiprocessor."""
+FILTER, TOKEN_TERM, SCALE = "filter's terms", "token term", "scale"
 
 _of_thread = threading.local()
 
@@ -114,14 +112,10 @@ class Branches:
             yield
 
     def join(self, name: str, *made: Any) -> None:
-        """Wait for a branch, if it was started; ``made`` are the tensors that it made (other values are skipped).
-
-        The current branch waits, which is the main one unless this is called in the body of another.
-        """
+        """Wait for a branch, if it was started; ``made`` are the tensors that it made (other values are skipped)."""
         if name in self._sides:
-            current = torch.cuda.current_stream(self._main.device)
-            current.wait_stream(self._sides[name])
-            _keep(made, current)
+            self._main.wait_stream(self._sides[name])
+            _keep(made, self._main)
 
     def join_all(self, *made: Any) -> None:
         """Wait for all branches; ``made`` are the tensors that they made."""
@@ -228,11 +222,7 @@ def _side_stream(device: torch.device, name: str) -> torch.cuda.Stream:
     """
     named, streams = vars(_of_thread).setdefault(device, ({}, []))
     if name not in named:
-        if name in FIRST:
-            named[name] = torch.cuda.Stream(device, priority=-1)
-        elif len(streams) < MOST_STREAMS:
-            named[name] = torch.cuda.Stream(device)
-            streams.append(named[name])
-        else:
-            named[name] = streams[len(named) % MOST_STREAMS]
+        if len(streams) < MOST_STREAMS:
+            streams.append(torch.cuda.Stream(device))
+        named[name] = streams[len(named) % MOST_STREAMS]
     return named[name]

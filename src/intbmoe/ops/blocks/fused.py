@@ -14,7 +14,7 @@ from intbmoe.ops.blocks.fused_combine import gated_combine
 from intbmoe.ops.blocks.fused_filter import filter_rows
 from intbmoe.ops.blocks.fused_gate import gated_rows
 from intbmoe.ops.blocks.naive import LAYER_NORM_EPS
-from intbmoe.ops.branches import FILTER, ROWS, SCALE, SHARED, TOKEN_TERM, Branches, pool, sums
+from intbmoe.ops.branches import FILTER, SCALE, SHARED, TOKEN_TERM, Branches, pool, sums
 from intbmoe.ops.composed_mm import multiply
 from intbmoe.ops.permute import Permutation
 
@@ -37,23 +37,21 @@ def run_blocks(
         with branches.branch(TOKEN_TERM, x, blocks.token_filter, after=FILTER), branches.gradients(FILTER):
             token_term = square_linear(x, blocks.token_filter)
         branches.join(TOKEN_TERM, token_term)
+    branches.join(FILTER, blocks.block_filter)
+    with branches.gradients(FILTER):
+        z = filter_rows(x, token_term, blocks.block_filter, plan)
     (scale,) = branches.take(SCALE, blocks.scale)
     gains = blocks.gains or (None,) * len(blocks.weights)
     norms = *blocks.norms, ()
-    branches.mark()
-    with branches.branch(ROWS, x, token_term, *plan[:5]):
-        branches.join(FILTER, blocks.block_filter)
-        with branches.gradients(FILTER):
-            z = filter_rows(x, token_term, blocks.block_filter, plan)
-        for layer, (weight, bias) in enumerate(zip(blocks.weights, blocks.biases, strict=True)):
-            branches.join(pool(layer), weight, bias)
-            with branches.gradients(pool(layer)):
-                rows = multiply(z, weight, plan.ends, "fused", complete=True)
-            bias, gain, factor, *norm = branches.take(sums(layer), bias, gains[layer], scale, *norms[layer])
+    for layer, (weight, bias) in enumerate(zip(blocks.weights, blocks.biases, strict=True)):
+        branches.join(pool(layer), weight, bias)
+        with branches.gradients(pool(layer)):
+            rows = multiply(z, weight, plan.ends, "fused", complete=True)
+        bias, gain, factor, *norm = branches.take(sums(layer), bias, gains[layer], scale, *norms[layer])
+        with branches.gradients(sums(layer)):
             if norm:
-                with branches.gradients(sums(layer)):
-                    z = gated_rows(rows, bias, gain, factor, norm, plan.ends, LAYER_NORM_EPS)
-    branches.join(ROWS, rows, bias)
-    branches.join(SHARED, shared)
-    with branches.gradients(sums(layer)):
-        return gated_combine(rows, bias, gain, factor, weights, shared, plan, dtype)
+                z = gated_rows(rows, bias, gain, factor, norm, plan.ends, LAYER_NORM_EPS)
+            else:
+                branches.join(SHARED, shared)
+                y = gated_combine(rows, bias, gain, factor, weights, shared, plan, dtype)
+    return y

@@ -8,7 +8,7 @@ from intbmoe.ops.scores import naive
 
 
 def _fits(units: int, choices: int) -> bool:
-    """Whether the Triton kernels can hold this in registers, and in the shared memory of small GPUs."""
+    """Whether the Triton kernel can hold this in registers, and in the shared memory of small GPUs."""
     if units <= 64:
         return choices <= 128
     return units <= 128 and choices <= 64 and units * choices <= 4096

@@ -14,15 +14,17 @@ from intbmoe.ops.launch import launch
 from intbmoe.ops.operation import define
 from intbmoe.ops.tiles import power_below, sum_programs
 from intbmoe.ops.triton_support import ceil_div, multiprocessors, power_of_2, shared_memory
+from intbmoe.precision import autocast_off, wide
 
 TOKENS, INPUTS, WARPS, STAGES = 64, 32, 4, 3
 """A program's tokens, its inputs per step, warps and stages. Measured on an H200, like the values below."""
 FEW_TOKENS, FEW_INPUTS = 16, 64
 """Tokens and inputs if the device has a multiprocessor for each such program: then only one program's time counts."""
-BACKWARD_TILES = 16
-BACKWARD, BACKWARD_SMALL, BACKWARD_LARGE = (32, 64, 2, 4), (16, 32, 1, 4), (16, 32, 1, 8)
-"""A program's tokens per step, inputs, stages and warps. The second is for GPUs with too little shared memory for the
-first, the third for more than 64 hidden units or choices, for which the others have too few registers."""
+BACKWARD_TILES, BACKWARD_WARPS = 16, 4
+BACKWARD, BACKWARD_SMALL = (32, 64, 2), (16, 32, 1)
+"""A program's tokens per step, inputs and stages; the second for GPUs with too little shared memory for the first."""
+BACKWARD_CHOICES = 64
+"""With more of them the backward kernel has too few registers, and torch's products are faster."""
 BACKWARD_SHARED = 200_000  # bytes
 ENOUGH_PROGRAMS = 512  # to keep a large GPU busy
 
@@ -162,12 +164,9 @@ def _run_backward(grad, token_grad, x, weight, score_weight, hidden):
     x_grad, sums = _allocate_backward(grad, token_grad, x, weight, score_weight, hidden)
     if x.shape[0] == 0:
         return x_grad, sums.zero_()
-    sizes = _sizes(x, weight, score_weight)
-    if max(sizes["HIDDEN"], sizes["CHOICES"]) > 64:
-        cut = BACKWARD_LARGE
-    else:
-        cut = BACKWARD if shared_memory(x.device) >= BACKWARD_SHARED else BACKWARD_SMALL
-    rows, inputs, stages, warps = cut
+    if score_weight.shape[0] > BACKWARD_CHOICES:
+        return _by_torch(grad, token_grad, x, weight, score_weight, hidden)
+    rows, inputs, stages = BACKWARD if shared_memory(x.device) >= BACKWARD_SHARED else BACKWARD_SMALL
     parts = ceil_div(x.shape[1], inputs) + 1
     # With few tokens, programs are small, so that all multiprocessors get some.
     tiles = min(BACKWARD_TILES, power_below(x.shape[0] * parts // (rows * ENOUGH_PROGRAMS)))
@@ -177,9 +176,20 @@ def _run_backward(grad, token_grad, x, weight, score_weight, hidden):
         _backward, (chunks, parts),
         grad.contiguous(), None if token_grad is None else token_grad.contiguous(), x.contiguous(),
         weight.contiguous(), score_weight.contiguous(), hidden, x_grad, partials, x.shape[0],
-        **sizes, TOKENS=rows, INPUTS=inputs, TILES=tiles, num_warps=warps, num_stages=stages,
+        **_sizes(x, weight, score_weight), TOKENS=rows, INPUTS=inputs, TILES=tiles,
+        num_warps=BACKWARD_WARPS, num_stages=stages,
     )  # fmt: skip
     return x_grad, sum_programs(partials) if chunks > 1 else sums
+
+
+def _by_torch(grad, token_grad, x, weight, score_weight, hidden):
+    with autocast_off(x):
+        hidden_grad = torch.where(hidden > 0, grad @ wide(score_weight), 0)
+        x_grad = hidden_grad @ wide(weight)
+        if token_grad is not None:
+            x_grad += token_grad
+        products = hidden_grad.t() @ wide(x), hidden_grad.sum(0), grad.t() @ hidden, grad.sum(0)
+    return x_grad.to(x.dtype), torch.cat([product.flatten() for product in products])
 
 
 def _allocate_backward(grad, token_grad, x, weight, score_weight, hidden):
