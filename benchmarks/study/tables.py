@@ -97,8 +97,8 @@ def make_parts(results: Path) -> dict[str, str]:
         swept = {label: runs for label, runs in found[study].items() if label == "intbmoe"} | found[f"{study}-sweep"]
         parts[f"sweep-{study}"] = claims_text(swept, {"intbmoe": "over the default"}, found[study])
         parts[f"rates-{study}"] = rates_text(f"{study}-rates", summaries)
-    own = rows_at_own_rates("wikipedia-rates", found, summaries)  # on images only DeepSeek-V3 has its own, one seed
-    parts["own-wikipedia"] = claims_text(own, BASES, found["wikipedia"])
+        own = rows_at_own_rates(f"{study}-rates", found, summaries)
+        parts[f"own-{study}"] = claims_text(own, BASES, found[study])
     for study in ("wikipedia-long", "tiny-imagenet-mixed"):
         parts[study] = claims_text(found[study], BASES, {})
     return parts
