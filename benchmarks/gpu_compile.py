@@ -1,6 +1,7 @@
 """Compiles the layers' Triton kernels for a GPU, on a machine that need not have one.
 
     python benchmarks/gpu_compile.py sm_90             # half a minute; with --wide some minutes
+    python benchmarks/gpu_compile.py sm_90 --spills 8  # and the kernels that keep the most registers in memory
 
 Triton compiles for whatever GPU its driver reports. Layers run forward and backward, but each launch ends once its
 kernel has been compiled to machine code, and all memory is zeros. This finds errors that Triton's interpreter cannot
@@ -9,7 +10,11 @@ that the numbers are right.
 """
 
 import argparse
+import re
+import subprocess
 import sys
+import tempfile
+from typing import Any
 
 import torch
 import triton
@@ -63,6 +68,7 @@ class Compiler:
     def __init__(self, capability: int) -> None:
         self.capability = capability
         self.shared: dict[str, tuple[int, str]] = {}  # of each kernel, by its hash
+        self.code: dict[str, tuple[bytes, str, dict[str, Any]]] = {}  # with its name and constants, by its hash
         self.failures: dict[str, None] = {}  # a set that keeps its order
         self._run = JITFunction.run
 
@@ -75,8 +81,20 @@ class Compiler:
             return
         shared = kernel.metadata.shared
         self.shared[kernel.hash] = shared, name
+        self.code[kernel.hash] = kernel.asm["cubin"], name, constants
         if shared > SHARED[self.capability]:
             self.failures[f"{name} {constants}: {shared:,} bytes of shared memory"] = None
+
+
+def registers(code: bytes) -> tuple[int, int]:
+    """Return how many bytes each lane of a kernel keeps in memory for lack of registers, and its registers."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(code)
+        file.flush()
+        command = [triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name]
+        found = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    used, stack = re.search(r"REG:(\d+) STACK:(\d+)", found).groups()
+    return int(stack), int(used)
 
 
 def zero_memory() -> None:
@@ -103,6 +121,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Compile the kernels for a GPU that this machine need not have.")
     parser.add_argument("gpu", choices=[f"sm_{capability}" for capability in SHARED])
     parser.add_argument("--wide", action="store_true", help="also compile for the sizes of large models")
+    parser.add_argument("--spills", type=int, default=0, metavar="N", help="list the N kernels that spill the most")
     options = parser.parse_args()
     compiler = Compiler(int(options.gpu.removeprefix("sm_")))
     triton.runtime.driver.set_active(AbsentGPU(compiler.capability))
@@ -120,6 +139,11 @@ def main() -> int:
     print(
         f"{len(compiler.shared)} kernels compiled for {options.gpu}, at most {most:,} bytes of shared memory ({name})"
     )
+    if options.spills:
+        kernels = [(*registers(code), name, constants) for code, name, constants in compiler.code.values()]
+        kernels.sort(key=lambda kernel: kernel[:2], reverse=True)
+        for spilled, used, name, constants in kernels[: options.spills]:
+            print(f"{spilled} bytes spilled, {used} registers: {name} {constants}")
     for failure in compiler.failures:
         print(failure)
     return bool(compiler.failures)
