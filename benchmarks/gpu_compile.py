@@ -22,7 +22,8 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
 import intbmoe
-import intbmoe.ops.blocks.fused  # before INTERPRETING is set
+import intbmoe.ops.blocks.fused  # this and the next before INTERPRETING is set, which changes precisions
+import intbmoe.ops.compose.fused
 from intbmoe.ops import backend, launch
 from intbmoe.ops.cross_entropy import cross_entropy
 from intbmoe.ops.scores import fused as scores_fused
