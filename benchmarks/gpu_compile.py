@@ -68,27 +68,24 @@ class Compiler:
 
     def __init__(self, capability: int) -> None:
         self.capability = capability
-        self.shared: dict[str, tuple[int, str]] = {}  # of each kernel, by its hash
-        self.code: dict[str, tuple[bytes, str, dict[str, Any]]] = {}  # with its name and constants, by its hash
+        self.kernels: dict[str, tuple[Any, str]] = {}  # compiled, with its name and constants, by its hash
         self.failures: dict[str, None] = {}  # a set that keeps its order
         self._run = JITFunction.run
 
     def run(self, function: JITFunction, *arguments, grid, warmup, **constants):
-        name = f"{function.fn.__module__}.{function.fn.__name__}"
+        name = f"{function.fn.__module__}.{function.fn.__name__} {constants}"
         try:
             kernel = self._run(function, *arguments, grid=grid, warmup=True, **constants)
         except Exception as error:  # of any kind, so that the other kernels are still compiled
-            self.failures[f"{name} {constants}: {type(error).__name__}: {error}"] = None
+            self.failures[f"{name}: {type(error).__name__}: {error}"] = None
             return
-        shared = kernel.metadata.shared
-        self.shared[kernel.hash] = shared, name
-        self.code[kernel.hash] = kernel.asm["cubin"], name, constants
-        if shared > SHARED[self.capability]:
-            self.failures[f"{name} {constants}: {shared:,} bytes of shared memory"] = None
+        self.kernels[kernel.hash] = kernel, name
+        if kernel.metadata.shared > SHARED[self.capability]:
+            self.failures[f"{name}: {kernel.metadata.shared:,} bytes of shared memory"] = None
 
 
 def registers(code: bytes) -> tuple[int, int]:
-    """Return how many bytes each lane of a kernel keeps in memory for lack of registers, and its registers."""
+    """Returns how many bytes each lane of a kernel keeps in memory for lack of registers, and its registers."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(code)
         file.flush()
@@ -133,18 +130,18 @@ def main() -> int:
     for layer in SMALL + WIDE * options.wide:
         for dtype in (torch.bfloat16, torch.float32):
             run_layer(*layer, dtype)
-            print(*layer, dtype, len(compiler.shared), flush=True)
+            print(*layer, dtype, len(compiler.kernels), flush=True)
     scores = torch.zeros(64, 16_384, requires_grad=True)
     cross_entropy(scores, torch.zeros(64, dtype=torch.long)).sum().backward()
-    most, name = max(compiler.shared.values())
-    print(
-        f"{len(compiler.shared)} kernels compiled for {options.gpu}, at most {most:,} bytes of shared memory ({name})"
-    )
+    most, name = max((kernel.metadata.shared, name.split()[0]) for kernel, name in compiler.kernels.values())
+    count = len(compiler.kernels)
+    print(f"{count} kernels compiled for {options.gpu}, at most {most:,} bytes of shared memory ({name})")
     if options.spills:
-        kernels = [(*registers(code), name, constants) for code, name, constants in compiler.code.values()]
-        kernels.sort(key=lambda kernel: kernel[:2], reverse=True)
-        for spilled, used, name, constants in kernels[: options.spills]:
-            print(f"{spilled} bytes spilled, {used} registers: {name} {constants}")
+        found = sorted(
+            ((*registers(kernel.asm["cubin"]), name) for kernel, name in compiler.kernels.values()), reverse=True
+        )
+        for spilled, used, name in found[: options.spills]:
+            print(f"{spilled} bytes spilled, {used} registers: {name}")
     for failure in compiler.failures:
         print(failure)
     return bool(compiler.failures)

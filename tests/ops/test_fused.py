@@ -46,7 +46,9 @@ routed_tokens = pytest.mark.parametrize(("routing", "tokens"), FEW if INTERPRETI
 tokens_ = pytest.mark.parametrize("tokens", TOKENS)
 # The interpreter runs narrow rows with a single routing.
 WIDTHS = [*((*one, 37) for one in FEW), ("masked", 24, 12)]
-WIDTHS = WIDTHS if INTERPRETING else [(*one, width) for one, width in product(ALL, (37, 2844))]
+if not INTERPRETING:
+    # Kernels tile rows of up to 512, up to 1024 and more columns differently.
+    WIDTHS = [*((*one, width) for one, width in product(ALL, (37, 2844))), ("zipf", 1000, 300), ("zipf", 1000, 700)]
 routed_widths = pytest.mark.parametrize(("routing", "tokens", "width"), WIDTHS)
 # The interpreter runs the first form of a kernel with every routing, and the others with those that differ most.
 DIFFERENT = [("zipf", 0, 37), ("zipf", 1, 37), ("zipf", 24, 37), ("masked", 24, 12)] if INTERPRETING else WIDTHS

@@ -25,6 +25,7 @@ MOST_ENTRIES = 1 << 24
 enabled = os.environ.get("INTBMOE_BRANCHES") != "0"
 
 MOST_STREAMS = 16
+"""Streams of one thread; a layer with four internal layers has 15 branches."""
 
 ROUTER, SHARED, CODES, COEFFICIENTS = "router", "shared expert", "codes", "coefficients"
 FILTER, TOKEN_TERM, SCALE = "filter's terms", "token term", "scale"

@@ -30,7 +30,7 @@ class Tiling(NamedTuple):
     tiles: int = 1  # per program, which reads its bias and writes its partial sums once for all of them
     stages: int = 1  # tiles being loaded while one is computed
     pieces: tuple[int, ...] = (1,)  # allowed cuts of a row: 2844 columns take 3072 lanes in three pieces, 4096 in one
-    spread: int = 1  # programs get several tiles only if there are still this many times ENOUGH_WARPS
+    spread: int = 1  # a program gets several tiles only if that leaves at least this many times ENOUGH_WARPS
 
     def cut(self, width: int) -> int:
         """Return the number of pieces that takes the fewest lanes."""

@@ -24,7 +24,7 @@ BACKWARD_TILES, BACKWARD_WARPS = 16, 4
 BACKWARD, BACKWARD_SMALL = (32, 64, 2), (16, 32, 1)
 """A program's tokens per step, inputs and stages; the second for GPUs with too little shared memory for the first."""
 BACKWARD_CHOICES = 64
-"""With more of them the backward kernel has too few registers, and torch's products are faster."""
+"""With more of them the backward kernel would run out of registers, and torch's products are faster."""
 BACKWARD_SHARED = 200_000  # bytes
 ENOUGH_PROGRAMS = 512  # to keep a large GPU busy
 
@@ -161,11 +161,11 @@ def _allocate(x, weight, bias, score_weight, score_bias, dtype):
 
 
 def _run_backward(grad, token_grad, x, weight, score_weight, hidden):
+    if score_weight.shape[0] > BACKWARD_CHOICES:
+        return _backward_by_torch(grad, token_grad, x, weight, score_weight, hidden)
     x_grad, sums = _allocate_backward(grad, token_grad, x, weight, score_weight, hidden)
     if x.shape[0] == 0:
         return x_grad, sums.zero_()
-    if score_weight.shape[0] > BACKWARD_CHOICES:
-        return _by_torch(grad, token_grad, x, weight, score_weight, hidden)
     rows, inputs, stages = BACKWARD if shared_memory(x.device) >= BACKWARD_SHARED else BACKWARD_SMALL
     parts = ceil_div(x.shape[1], inputs) + 1
     # With few tokens, programs are small, so that all multiprocessors get some.
@@ -182,7 +182,7 @@ def _run_backward(grad, token_grad, x, weight, score_weight, hidden):
     return x_grad, sum_programs(partials) if chunks > 1 else sums
 
 
-def _by_torch(grad, token_grad, x, weight, score_weight, hidden):
+def _backward_by_torch(grad, token_grad, x, weight, score_weight, hidden):
     with autocast_off(x):
         hidden_grad = torch.where(hidden > 0, grad @ wide(score_weight), 0)
         x_grad = hidden_grad @ wide(weight)
