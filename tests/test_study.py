@@ -157,6 +157,12 @@ def test_estimates_follow_what_is_measured_and_then_what_is_seen(plan, tmp_path)
     assert clock.seconds(entry, "cuda") > 50.0 - entry.steps * 0.1
 
 
+def test_a_follow_up_is_expected_to_take_as_long_as_its_study(plan, tmp_path):
+    clock = Clock(tmp_path, jobs=3)
+    first, follow_up = (replace(plan[0], study=study) for study in ("tiny-imagenet", "tiny-imagenet-sweep"))
+    assert clock.step_seconds(follow_up, "cuda") == clock.step_seconds(first, "cuda") < 0.1
+
+
 def test_small_studies_go_to_the_cores_if_there_are_any(plan):
     small, large = plan[0], replace(plan[0], on_cpu=False)
     gpu, cores = StudyLane("cuda", 4, leaves_small=True), StudyLane("cpu", 2, small_only=True)

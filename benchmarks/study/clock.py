@@ -9,6 +9,7 @@ from pathlib import Path
 from statistics import median
 
 from benchmarks.study.plan import TIMING, Entry
+from benchmarks.study.studies import STUDIES
 
 MARGIN = 1.08
 START_SECONDS = {"cuda": 25.0, "cpu": 9.0}
@@ -39,7 +40,8 @@ class Clock:
         self.starts: dict[str, list[float]] = {"cuda": [], "cpu": []}
 
     def step_seconds(self, entry: Entry, device: str) -> float:
-        guess = GUESSED_MS[device].get(entry.study, UNKNOWN_MS) / 1000
+        recipe = STUDIES[entry.study].recipe  # a follow-up's steps take about as long as those of the first study
+        guess = GUESSED_MS[device].get(recipe, UNKNOWN_MS) / 1000
         return self.alone.get((device, entry.study, entry.label), guess)
 
     def seconds(self, entry: Entry, device: str) -> float:
