@@ -6,7 +6,7 @@
 Triton compiles for whatever GPU its driver reports. Layers run forward and backward, but each launch ends once its
 kernel has been compiled to machine code, and all memory is zeros. This finds errors that Triton's interpreter cannot
 see: types that do not match, and tiles that need more shared memory than the GPU has. The interpreter's tests check
-that the numbers are right.
+that the numbers are right. For Hopper, this also checks that each kernel waits for the previous one.
 """
 
 import argparse
@@ -80,8 +80,16 @@ class Compiler:
             self.failures[f"{name}: {type(error).__name__}: {error}"] = None
             return
         self.kernels[kernel.hash] = kernel, name
+        if not waits_first(kernel.asm["ptx"], self.capability):
+            self.failures[f"{name}: touches memory before begin()"] = None
         if kernel.metadata.shared > SHARED[self.capability]:
             self.failures[f"{name}: {kernel.metadata.shared:,} bytes of shared memory"] = None
+
+
+def waits_first(code: str, capability: int) -> bool:
+    """Returns whether a kernel waits for the previous one before it touches memory (``ops/overlap.py``)."""
+    wait, access = code.find("griddepcontrol.wait"), re.search(r"\b(ld|st|red|atom)\.global|\bcp\.", code)
+    return capability < 90 or -1 < wait < (len(code) if access is None else access.start())
 
 
 def registers(code: bytes) -> tuple[int, int]:

@@ -55,6 +55,7 @@ def test_without_a_capture_there_are_none():
         (24, False, {}),
         ((), False, {}),
         (24, False, {"recompute": True}),
+        (24, False, {"shared_kind": "mlp"}),
         (24, False, {"backend": "grouped"}),
         (24, True, {"backend": "grouped"}),
     ],
@@ -62,10 +63,10 @@ def test_without_a_capture_there_are_none():
 )
 def test_branches_are_joined_and_change_nothing(hidden, half, options):
     torch.manual_seed(0)
-    layer = intbmoe.IntBMoE(16, hidden, experts=3, blocks=3, top_k=2)
-    layer.backend = "fused" if INTERPRETING else "tiled"
-    for name, value in options.items():
-        setattr(layer, name, value)
+    kind = options.get("shared_kind", "swiglu")
+    layer = intbmoe.IntBMoE(16, hidden, experts=3, blocks=3, top_k=2, shared_kind=kind)
+    layer.backend = options.get("backend", "fused" if INTERPRETING else "tiled")
+    layer.recompute = options.get("recompute", False)
     x, mask = torch.randn(2, 9, 16, requires_grad=True), torch.arange(18).view(2, 9) % 5 > 0
     leaves = [x, *layer.parameters()]
 
@@ -149,9 +150,9 @@ def test_a_captured_step_gives_the_same_bits(dtype, options):
     spy = mock.patch.object(Branches, "_start", autospec=True, side_effect=Branches._start)
     with spy as started, torch.cuda.graph(graph):
         found = step()
-    # Router, shared expert, codes, coefficients, filter's terms, two pools; with kernels also the filter's term of
-    # tokens and three that only take gradients. Weights that are composed where they are used need no branch.
-    per_layer = {"backend": 7, "recompute": 6}[next(iter(options))] if options else 11
+    # Tokens, router, shared expert, codes, coefficients, filter's terms, two pools; with kernels also the filter's term
+    # of tokens and three that only take gradients. Weights that are composed where they are used need no branch.
+    per_layer = {"backend": 8, "recompute": 7}[next(iter(options))] if options else 12
     assert started.call_count == 4 * per_layer + 1
     for _ in range(5):
         for x, values in zip(inputs, expected, strict=True):

@@ -1,10 +1,12 @@
-"""Launch a Triton kernel without the work that Triton repeats at every launch.
+"""Launch a Triton kernel without the work that Triton repeats at every launch, and early if the GPU can.
 
 ``kernel[grid](…)`` binds names, describes every argument and builds a string as the key of the compiled kernel, which
 takes longer than a small kernel runs. Here the compiled kernel is found by what Triton specialises on: types, whether
 addresses and integers are multiples of 16, integers that are one, and the constants.
 """
 
+import os
+from functools import cache
 from typing import Any
 
 import torch
@@ -29,7 +31,7 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any
     key = (id(kernel), device, *[_kind(argument) for argument in arguments], *constants.items())
     found = _compiled.get(key)
     if found is None:
-        compiled = kernel[grid](*arguments, **constants)
+        compiled = kernel[grid](*arguments, **constants, **_options(device))
         names = kernel.arg_names[len(arguments) :]
         _compiled[key] = compiled, tuple(constants[name] for name in names)
         return
@@ -45,3 +47,10 @@ def _kind(argument: Any) -> Any:
     if argument is None or isinstance(argument, float):
         return type(argument)
     return argument.base.dtype, tuple(argument.block_shape)  # a tensor descriptor
+
+
+@cache
+def _options(device: int) -> dict[str, bool]:
+    """Options of every launch; kernels overlap only where this has been tried (``overlap.py``)."""
+    overlaps = torch.version.hip is None and torch.cuda.get_device_capability(device)[0] == 9
+    return {"launch_pdl": True} if overlaps and os.environ.get("INTBMOE_OVERLAP") != "0" else {}

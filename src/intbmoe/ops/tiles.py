@@ -16,9 +16,12 @@ from torch import Tensor
 from intbmoe.ops.backend import INTERPRETING
 from intbmoe.ops.launch import launch
 from intbmoe.ops.operation import define, schema_of
+from intbmoe.ops.overlap import begin
 from intbmoe.ops.triton_support import ceil_div, power_of_2
 
-ENOUGH_WARPS = 1000  # to keep a large GPU busy
+ENOUGH_WARPS = ENOUGH_PROGRAMS = 1000  # to keep a large GPU busy
+NARROW_BLOCK, WIDE_BLOCK, TOTAL_BLOCK = (256, 32), (32, 128), (512, 16)
+"""Rows and columns that are added at a time; the narrower, the more programs there are."""
 _ASSEMBLY = tl.constexpr(torch.version.hip is None and not INTERPRETING)
 
 
@@ -115,58 +118,75 @@ def rows_of_program(program, ends, GROUPS: tl.constexpr, PADDED: tl.constexpr, R
 
 
 @triton.jit
-def _sum_partials(
-    partials, sums, ends, width,
-    GROUPS: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    group = tl.program_id(0)
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    index, _, _, tiles, last = tiles_of_groups(ends, GROUPS, PADDED, ROWS)
-    stop = tl.sum(tl.where(index == group, last, 0))
-    first = stop - tl.sum(tl.where(index == group, tiles, 0))
+def _sum_rows(partials, first, stop, column, end, width, TILE: tl.constexpr, BLOCK: tl.constexpr):
+    """Add the rows first … stop of some columns up to ``end``; many loads at a time, because there are few programs."""
     total = tl.zeros([TILE, BLOCK], dtype=tl.float32)
-    for tile in range(first, stop, TILE):
-        place = tile + tl.arange(0, TILE)
-        inside = (place < stop)[:, None] & (column < width)[None, :]
-        total += tl.load(partials + place[:, None].to(tl.int64) * width + column[None, :], mask=inside, other=0.0)
-    tl.store(sums + group.to(tl.int64) * width + column, tl.sum(total, 0), mask=column < width)
+    for start in range(first, stop, TILE):
+        row = start + tl.arange(0, TILE)
+        inside = (row < stop)[:, None] & (column < end)[None, :]
+        total += tl.load(partials + row[:, None].to(tl.int64) * width + column[None, :], mask=inside, other=0.0)
+    return tl.sum(total, 0)
 
 
-def _allocate_sums(partials, ends, rows: int):
-    return partials.new_empty(ends.shape[0], partials.shape[1])
+@triton.jit
+def _sum_partials(
+    partials, sums, totals, ends, own, width,
+    GROUPS: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr,
+    TILE: tl.constexpr, BLOCK: tl.constexpr, TOTAL_TILE: tl.constexpr, TOTAL_BLOCK: tl.constexpr,
+):  # fmt: skip
+    begin()
+    index, _, _, tiles, last = tiles_of_groups(ends, GROUPS, PADDED, ROWS)
+    blocks = tl.cdiv(own, BLOCK)
+    program = tl.program_id(0)
+    if program < GROUPS * blocks:
+        group = program // blocks
+        stop = tl.sum(tl.where(index == group, last, 0))
+        first = stop - tl.sum(tl.where(index == group, tiles, 0))
+        column = program % blocks * BLOCK + tl.arange(0, BLOCK)
+        found = _sum_rows(partials, first, stop, column, own, width, TILE, BLOCK)
+        tl.store(sums + group.to(tl.int64) * own + column, found, mask=column < own)
+    else:
+        other = own + (program - GROUPS * blocks) * TOTAL_BLOCK + tl.arange(0, TOTAL_BLOCK)
+        total = _sum_rows(partials, 0, tl.sum(tiles), other, width, width, TOTAL_TILE, TOTAL_BLOCK)
+        tl.store(totals + other - own, total, mask=other < width)
 
 
-def _run_sums(partials, ends, rows):
+def _allocate_sums(partials, ends, rows: int, own: int):
+    return partials.new_empty(ends.shape[0], own), partials.new_empty(partials.shape[1] - own)
+
+
+def _run_sums(partials, ends, rows, own):
+    sums, totals = _allocate_sums(partials, ends, rows, own)
     groups, width = ends.shape[0], partials.shape[1]
-    sums = _allocate_sums(partials, ends, rows)
-    block = min(power_of_2(width, 16), 128)
+    few = groups * ceil_div(own, WIDE_BLOCK[1]) < ENOUGH_PROGRAMS and not INTERPRETING  # where they run one by one
+    tile, block = NARROW_BLOCK if few else WIDE_BLOCK
+    total_tile, total_block = TOTAL_BLOCK
     launch(
-        _sum_partials, (groups, ceil_div(width, block)),
-        partials, sums, ends, width,
-        GROUPS=groups, PADDED=power_of_2(groups), ROWS=rows, TILE=32, BLOCK=block,
+        _sum_partials, (groups * ceil_div(own, block) + ceil_div(width - own, total_block),),
+        partials, sums, totals, ends, own, width,
+        GROUPS=groups, PADDED=power_of_2(groups), ROWS=rows, TILE=tile, BLOCK=block,
+        TOTAL_TILE=total_tile, TOTAL_BLOCK=total_block, num_warps=8,
     )  # fmt: skip
-    return sums
+    return sums, totals
 
 
-# (programs, width) partial sums of programs of ``rows`` rows → (G, width) sums of the groups, in a fixed order.
-sum_partials = define("sum_partials", schema_of(_allocate_sums), _run_sums, _allocate_sums)
+# (programs, width) partial sums of programs of ``rows`` rows → (G, own) sums of each group, for the first ``own``
+# columns, and (width − own,) sums of all groups for the others; in a fixed order.
+sum_partials = define("sum_partials", schema_of(_allocate_sums, 2), _run_sums, _allocate_sums)
 
 
 @triton.jit
 def _sum_programs(partials, sums, count, width, TILE: tl.constexpr, BLOCK: tl.constexpr):
+    begin()
     column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    total = tl.zeros([TILE, BLOCK], dtype=tl.float32)
-    for first in range(0, count, TILE):
-        row = first + tl.arange(0, TILE)
-        inside = (row < count)[:, None] & (column < width)[None, :]
-        total += tl.load(partials + row[:, None].to(tl.int64) * width + column[None, :], mask=inside, other=0.0)
-    tl.store(sums + column, tl.sum(total, 0), mask=column < width)
+    tl.store(sums + column, _sum_rows(partials, 0, count, column, width, width, TILE, BLOCK), mask=column < width)
 
 
 def sum_programs(partials: Tensor) -> Tensor:
     """(programs, …) contiguous float32 → (…), ``partials.sum(0)`` in a fixed order; torch is slow for few columns."""
     sums = partials.new_empty(partials.shape[1:])
     count, width = len(partials), sums.numel()
-    tile, block = min(power_of_2(count, 16), 256), 1024 if INTERPRETING else 32  # its programs run one by one
+    tile, block = TOTAL_BLOCK if width < ENOUGH_PROGRAMS * TOTAL_BLOCK[1] else NARROW_BLOCK
+    tile, block = min(power_of_2(count, 16), tile), 1024 if INTERPRETING else block
     launch(_sum_programs, (ceil_div(width, block),), partials, sums, count, width, TILE=tile, BLOCK=block, num_warps=8)
     return sums

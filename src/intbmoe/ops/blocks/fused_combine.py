@@ -17,6 +17,7 @@ from intbmoe.ops.blocks.naive import RMS_EPS
 from intbmoe.ops.branches import aside
 from intbmoe.ops.launch import launch
 from intbmoe.ops.operation import define, schema_of
+from intbmoe.ops.overlap import begin
 from intbmoe.ops.permute import Permutation
 from intbmoe.ops.tiles import Tiling, load_rows, programs, rows_of_program, sigmoid, sum_partials, tiling_for
 from intbmoe.ops.triton_support import ceil_div, empty_rows, in_rows, power_of_2
@@ -52,6 +53,7 @@ def _gated_combine_forward(
     CHOICES: tl.constexpr, GROUPS: tl.constexpr, RMS_EPS: tl.constexpr,
     TILE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    begin()
     token = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     column = tl.arange(0, BLOCK)
     inside = column < WIDTH
@@ -99,6 +101,7 @@ def _gated_combine_backward(
     GATE: tl.constexpr, WIDTH: tl.constexpr, CHOICES: tl.constexpr, GROUPS: tl.constexpr, PADDED: tl.constexpr,
     ROWS: tl.constexpr, STAGES: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    begin()
     group, first, end = rows_of_program(tl.program_id(0), ends, GROUPS, PADDED, ROWS)
     if first < end:
         column = tl.arange(0, BLOCK)
@@ -236,11 +239,10 @@ def _differentiate(ctx, grad, _):
     if any(ctx.needs_input_grad[1:4]):
         columns, ends = row_grad.shape[1], saved[-1]
         with aside(ctx, partials, ends):
-            sums = sum_partials(partials, ends, _rows_per_program(grad.shape[1], len(row_grad)))
-            bias_grad, rest = sums[:, :columns], sums[:, columns:]
+            rows_each = _rows_per_program(grad.shape[1], len(row_grad))
+            bias_grad, totals = sum_partials(partials, ends, rows_each, columns)
             if gain is not None:
-                rest = rest.sum(0)
-                gain_grad, scale_grad = rest[:-1], rest[-1:]
+                gain_grad, scale_grad = totals[:-1], totals[-1:]
     if not casts:
         shared_grad = None if ctx.shared is None else grad.to(ctx.shared)
     plan = (None,) * 7

@@ -12,6 +12,7 @@ from torch import Tensor
 from intbmoe.ops.branches import aside
 from intbmoe.ops.launch import launch
 from intbmoe.ops.operation import define, schema_of
+from intbmoe.ops.overlap import begin
 from intbmoe.ops.permute import Permutation
 from intbmoe.ops.tiles import Tiling, load_rows, programs, rows_of_program, sigmoid, sum_partials, tiling_for
 from intbmoe.ops.triton_support import ceil_div, empty_rows, in_rows, power_of_2
@@ -35,6 +36,7 @@ def _filter_rows_forward(
     FILTER: tl.constexpr, WIDTH: tl.constexpr, CHOICES: tl.constexpr, GROUPS: tl.constexpr,
     TILE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    begin()
     token = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     column = tl.arange(0, BLOCK)
     inside = column < WIDTH
@@ -65,6 +67,7 @@ def _filter_tokens_backward(
     FILTER: tl.constexpr, WIDTH: tl.constexpr, CHOICES: tl.constexpr, GROUPS: tl.constexpr,
     TILE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    begin()
     token = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     column = tl.arange(0, BLOCK)
     inside = column < WIDTH
@@ -99,6 +102,7 @@ def _filter_blocks_backward(
     GROUPS: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr,
     ROWS: tl.constexpr, STAGES: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    begin()
     group, first, end = rows_of_program(tl.program_id(0), ends, GROUPS, PADDED, ROWS)
     if first < end:
         column = tl.arange(0, BLOCK)
@@ -178,7 +182,7 @@ def _run_blocks_backward(grad, x, token_term, block_term, token, ends):
             grad, x, token_term, block_term, token, ends, partials, **_strides(grad, x, token_term),
             GROUPS=groups, PADDED=power_of_2(groups), **sizes,
         )  # fmt: skip
-    return sum_partials(partials, ends, sizes["ROWS"])
+    return sum_partials(partials, ends, sizes["ROWS"], width)[0]
 
 
 def _allocate_blocks_backward(grad, x, token_term, block_term, token, ends):

@@ -23,6 +23,7 @@ from intbmoe.ops.blocks.naive import RMS_EPS
 from intbmoe.ops.branches import aside
 from intbmoe.ops.launch import launch
 from intbmoe.ops.operation import define, schema_of
+from intbmoe.ops.overlap import begin
 from intbmoe.ops.tiles import Tiling, programs, rows_of_program, sigmoid, sum_partials, tiling_for
 from intbmoe.ops.triton_support import empty_rows, in_rows, power_of_2
 
@@ -129,6 +130,7 @@ def _gated_rows_forward(
     GROUPS: tl.constexpr, PADDED: tl.constexpr,
     ROWS: tl.constexpr, STAGES: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr, PIECES: tl.constexpr,
 ):  # fmt: skip
+    begin()
     group, first, end = rows_of_program(tl.program_id(0), ends, GROUPS, PADDED, ROWS)
     if first < end:
         paths = 2 if GATE else 1
@@ -190,6 +192,7 @@ def _gated_rows_backward(
     GATE: tl.constexpr, WIDTH: tl.constexpr, GROUPS: tl.constexpr, PADDED: tl.constexpr,
     ROWS: tl.constexpr, STAGES: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr, PIECES: tl.constexpr,
 ):  # fmt: skip
+    begin()
     group, first, end = rows_of_program(tl.program_id(0), ends, GROUPS, PADDED, ROWS)
     if first < end:
         paths = 2 if GATE else 1
@@ -353,12 +356,12 @@ def _differentiate(ctx, grad, _):
     width, paths = norm_gain.shape[0], 1 if gain is None else 2
     gain_grad = scale_grad = None
     with aside(ctx, partials, ends):
-        sums = sum_partials(partials, ends, _rows_per_program(width, len(rows)))
-        bias_grad, rest = sums[:, : paths * width], sums[:, paths * width :].sum(0)
+        rows_each = _rows_per_program(width, len(rows))
+        bias_grad, totals = sum_partials(partials, ends, rows_each, paths * width)
         if gain is not None:
-            gain_grad, scale_grad = rest[2 * width : 3 * width], rest[3 * width :]
+            gain_grad, scale_grad = totals[2 * width : 3 * width], totals[3 * width :]
             scale_grad = scale_grad if len(scale_grad) == 1 else scale_grad.sum(0, keepdim=True)
-    return row_grad, bias_grad, gain_grad, scale_grad, rest[:width], rest[width : 2 * width], None, None
+    return row_grad, bias_grad, gain_grad, scale_grad, totals[:width], totals[width : 2 * width], None, None
 
 
 _gated_rows = define("gated_rows", schema_of(_allocate, 2), _run, _allocate, _save, _differentiate)

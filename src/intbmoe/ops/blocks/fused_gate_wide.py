@@ -14,6 +14,7 @@ import triton.language as tl
 
 from intbmoe.ops.blocks.fused_dprg import gate_factors
 from intbmoe.ops.launch import launch
+from intbmoe.ops.overlap import begin
 from intbmoe.ops.tiles import load_rows, power_below, programs, rows_of_program
 from intbmoe.ops.triton_support import ceil_div, power_of_2
 
@@ -61,6 +62,7 @@ def _row_means(
     TILE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Store mean(a), mean(a ẑ) and mean(dn n) of every row."""
+    begin()
     group, first, end = rows_of_program(tl.program_id(0), ends, GROUPS, PADDED, TILE)
     if first < end:
         row = first + tl.arange(0, TILE)
@@ -106,6 +108,7 @@ def _columns_backward(
     ROWS: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Store the rows' gradient, and this program's sums over rows, for one piece of columns."""
+    begin()
     group, first, end = rows_of_program(tl.program_id(0), ends, GROUPS, PADDED, ROWS)
     if first < end:
         column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)

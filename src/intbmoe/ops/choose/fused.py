@@ -6,6 +6,7 @@ import triton.language as tl
 
 from intbmoe.ops.launch import launch
 from intbmoe.ops.operation import define, schema_of
+from intbmoe.ops.overlap import begin
 from intbmoe.ops.triton_support import ceil_div, power_of_2
 
 ELEMENTS = 1024
@@ -24,6 +25,7 @@ def _softmax(scores, token, tokens, column, CHOICES: tl.constexpr):
 def _choose_forward(
     scores, ids, weights, tokens, CHOICES: tl.constexpr, K: tl.constexpr, TILE: tl.constexpr, PADDED: tl.constexpr
 ):
+    begin()
     token = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     column = tl.arange(0, PADDED)
     score, probability = _softmax(scores, token, tokens, column, CHOICES)
@@ -45,6 +47,7 @@ def _choose_forward(
 def _choose_backward(
     grad, scores, ids, out, tokens, CHOICES: tl.constexpr, K: tl.constexpr, TILE: tl.constexpr, PADDED: tl.constexpr
 ):
+    begin()
     token = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     column = tl.arange(0, PADDED)
     _, probability = _softmax(scores, token, tokens, column, CHOICES)

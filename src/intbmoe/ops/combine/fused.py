@@ -12,6 +12,7 @@ from torch import Tensor
 
 from intbmoe.ops.launch import launch
 from intbmoe.ops.operation import define, schema_of
+from intbmoe.ops.overlap import begin
 from intbmoe.ops.tiles import Tiling, load_rows
 from intbmoe.ops.triton_support import ceil_div, empty_rows, in_rows
 
@@ -24,6 +25,7 @@ def _combine_forward(
     GROUPS: tl.constexpr, ROW_STRIDE: tl.constexpr, CHOICES: tl.constexpr, WEIGHTED: tl.constexpr, WIDTH: tl.constexpr,
     TILE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    begin()
     token = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     column = tl.arange(0, BLOCK)
     if GROUPS > 0:
@@ -47,6 +49,7 @@ def _combine_backward(
     GROUPS: tl.constexpr, GRAD_STRIDE: tl.constexpr, ROW_STRIDE: tl.constexpr, ROW_GRAD_STRIDE: tl.constexpr,
     WIDTH: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    begin()
     row = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     column = tl.arange(0, BLOCK)
     if GROUPS > 0:

@@ -12,6 +12,8 @@ longer than the work itself.
 import triton
 import triton.language as tl
 
+from intbmoe.ops.overlap import begin
+
 
 @triton.jit
 def _coefficients(
@@ -90,6 +92,7 @@ def compose_forward(
     BLOCKS: tl.constexpr, PATHS: tl.constexpr, E: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr,
     BLOCK: tl.constexpr, FLAT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
+    begin()
     tiles: tl.constexpr = (PATHS * BLOCKS + ROWS - 1) // ROWS
     first_row = tl.program_id(0) % tiles * ROWS
     item = tl.program_id(0) // tiles
@@ -138,6 +141,7 @@ def few_rows_backward(
     BLOCKS: tl.constexpr, PATHS: tl.constexpr, E: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr,
     BLOCK: tl.constexpr, FLAT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
+    begin()
     program = tl.program_id(0)
     if program < programs:
         _few_rows_items(
@@ -247,6 +251,7 @@ def many_rows_backward(
     BLOCK: tl.constexpr, FLAT: tl.constexpr, PRECISION: tl.constexpr, GRADIENTS: tl.constexpr,
 ):  # fmt: skip
     """``GRADIENTS`` is "pool", "coefficients" or "both"; with "both", programs from ``first`` on compute the pool's."""
+    begin()
     if GRADIENTS == "coefficients":
         _coefficient_program(
             tl.program_id(0), grad, bias_grad, pool, bias, partials, factor, size, items, programs,
@@ -307,6 +312,7 @@ def few_bases_backward(
     BLOCKS: tl.constexpr, PATHS: tl.constexpr, E: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr,
     BLOCK: tl.constexpr, FLAT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
+    begin()
     item = tl.program_id(0)
     if item < items:
         _few_bases_item(

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from intbmoe.ops.launch import launch
 from intbmoe.ops.operation import define, schema_of
+from intbmoe.ops.overlap import begin
 from intbmoe.ops.triton_support import ceil_div, power_of_2
 
 BLOCK = 4096  # scores of a token that a program holds at a time
@@ -19,6 +20,7 @@ WARPS = 8
 
 @triton.jit
 def _cross_entropy_forward(logits, targets, losses, sums, vocabulary, BLOCK: tl.constexpr):
+    begin()
     token = tl.program_id(0).to(tl.int64)
     scores = logits + token * vocabulary
     largest = tl.full((), float("-inf"), tl.float32)
@@ -37,6 +39,7 @@ def _cross_entropy_forward(logits, targets, losses, sums, vocabulary, BLOCK: tl.
 
 @triton.jit
 def _cross_entropy_backward(logits, targets, grad, sums, out, vocabulary, BLOCK: tl.constexpr):
+    begin()
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = column < vocabulary

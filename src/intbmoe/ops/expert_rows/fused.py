@@ -14,6 +14,7 @@ from torch import Tensor
 from intbmoe.ops.combine import sum_rows
 from intbmoe.ops.launch import launch
 from intbmoe.ops.operation import define, schema_of
+from intbmoe.ops.overlap import begin
 from intbmoe.ops.tiles import load_rows, programs, rows_of_program, sum_partials
 from intbmoe.ops.triton_support import ceil_div, empty_rows, in_rows, power_of_2
 
@@ -32,6 +33,7 @@ def _gather(
     WIDTH: tl.constexpr, GROUPS: tl.constexpr, PADDED: tl.constexpr,
     ROWS: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    begin()
     _, first, end = rows_of_program(tl.program_id(0), ends, GROUPS, PADDED, ROWS)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     for start in range(first, end, TILE):
@@ -48,6 +50,7 @@ def _activate(
     WIDTH: tl.constexpr, GROUPS: tl.constexpr, PADDED: tl.constexpr,
     ROWS: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    begin()
     group, first, end = rows_of_program(tl.program_id(0), ends, GROUPS, PADDED, ROWS)
     if first < end:
         column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -68,6 +71,7 @@ def _activate_backward(
     WIDTH: tl.constexpr, GROUPS: tl.constexpr, PADDED: tl.constexpr,
     ROWS: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    begin()
     group, first, end = rows_of_program(tl.program_id(0), ends, GROUPS, PADDED, ROWS)
     if first < end:
         column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -95,6 +99,7 @@ def _join(
     ROWS: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """SiLU(first) ⊙ second with ``GATE``, else first + second."""
+    begin()
     _, first, end = rows_of_program(tl.program_id(0), ends, GROUPS, PADDED, ROWS)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     for start in range(first, end, TILE):
@@ -116,6 +121,7 @@ def _gate_backward(
     WIDTH: tl.constexpr, GROUPS: tl.constexpr, PADDED: tl.constexpr,
     ROWS: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    begin()
     _, first, end = rows_of_program(tl.program_id(0), ends, GROUPS, PADDED, ROWS)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     for start in range(first, end, TILE):
@@ -191,7 +197,7 @@ def _run_activate_backward(grad, rows, bias, ends, gelu):
         _activate_backward, count, width, ends, grad, rows, bias.contiguous(), ends, row_grad, partials,
         GRAD_STRIDE=grad.stride(0), ROW_STRIDE=rows.stride(0), ROW_GRAD_STRIDE=row_grad.stride(0), GELU=gelu,
     )  # fmt: skip
-    return row_grad, bias_grad.copy_(sum_partials(partials, ends, ROWS))
+    return row_grad, bias_grad.copy_(sum_partials(partials, ends, ROWS, partials.shape[1])[0])
 
 
 def _allocate_activate_backward(grad, rows, bias, ends, gelu: bool):

@@ -10,6 +10,8 @@ import triton.language as tl
 
 from intbmoe.ops.launch import launch
 from intbmoe.ops.operation import define, schema_of
+from intbmoe.ops.overlap import begin
+from intbmoe.ops.tiles import sum_programs
 from intbmoe.ops.triton_support import ceil_div, power_of_2
 
 TILE, BLOCK = 16, 256
@@ -35,6 +37,7 @@ def _forward(
     D: tl.constexpr, C: tl.constexpr, K: tl.constexpr, CODE: tl.constexpr, CODES: tl.constexpr,
     TILE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    begin()
     row = tl.program_id(0) * TILE + tl.arange(0, TILE)
     if tl.program_id(1) < (D + BLOCK - 1) // BLOCK:
         column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -53,6 +56,7 @@ def _backward(
     D: tl.constexpr, C: tl.constexpr, K: tl.constexpr, CODE: tl.constexpr, CODES: tl.constexpr,
     TILE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    begin()
     row = tl.program_id(0) * TILE + tl.arange(0, TILE)
     if tl.program_id(1) < (D + BLOCK - 1) // BLOCK:
         column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -93,7 +97,7 @@ def _run_backward(token_grad, block_grad, weight, codes, bias_dtype):
     partials = code_grad.new_empty(grid[0], *code_grad.shape)
     inputs = [tensor.contiguous() for tensor in (token_grad, block_grad, weight, codes)]
     launch(_backward, grid, *inputs, weight_grad, bias_grad, partials, **sizes)
-    return weight_grad, bias_grad, partials.sum(0)
+    return weight_grad, bias_grad, sum_programs(partials)
 
 
 def _allocate_backward(token_grad, block_grad, weight, codes, bias_dtype: torch.dtype):

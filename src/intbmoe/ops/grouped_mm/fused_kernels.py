@@ -20,6 +20,8 @@ engine of compute capability 9.0 reads it in whole tiles, with zeros outside the
 import triton
 import triton.language as tl
 
+from intbmoe.ops.overlap import begin
+
 
 @triton.jit
 def _rows_of_slot(offsets, slot, rows, groups, GROUPS: tl.constexpr, BLOCK_M: tl.constexpr):
@@ -56,6 +58,7 @@ def mm(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SWIZZLE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """out[r] = x[r] @ weight[g(r)]; rows without a group are zero or, with COMPLETE, left as they are."""
+    begin()
     if not (X_TMA and W_TMA):
         inputs = inputs // UNIT * UNIT
     outputs = outputs // UNIT * UNIT
@@ -152,6 +155,7 @@ def mm_through(
     get the same numbers from both. Groups shorter than a tile come last, in narrow tiles that are written row by row;
     programs that had fewer tiles before are the first to get them.
     """
+    begin()
     outputs = outputs // UNIT * UNIT
     out_stride = out_stride // UNIT * UNIT
     program, programs = tl.program_id(0), tl.num_programs(0)
@@ -220,6 +224,7 @@ def outer(
     SWIZZLE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """out[s, g] = Σ over the s-th part of group g's rows of x[r] ⊗ grad[r]; zero for a part without rows."""
+    begin()
     if not (X_TMA and GRAD_TMA):
         inputs = inputs // UNIT * UNIT
     outputs = outputs // UNIT * UNIT
@@ -256,6 +261,7 @@ def outer(
 @triton.jit
 def sum_parts(parts, out, size, used, SPLITS: tl.constexpr, BLOCK: tl.constexpr):
     """Add (SPLITS, size) parts into the first ``used`` entries of ``out``, in the same order every time."""
+    begin()
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), dtype=tl.float32)
     for _ in tl.static_range(SPLITS):

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from intbmoe.ops.launch import launch
 from intbmoe.ops.operation import define, schema_of
+from intbmoe.ops.overlap import begin
 from intbmoe.ops.triton_support import ceil_div, power_of_2
 
 ROWS, BASES, BACKWARD_BASES = 16, 64, 32
@@ -60,6 +61,7 @@ def _forward(
     K: tl.constexpr, C: tl.constexpr, H: tl.constexpr, E: tl.constexpr, CODE: tl.constexpr, HIDDEN: tl.constexpr,
     GATE: tl.constexpr, ROWS: tl.constexpr, BASES: tl.constexpr,
 ):  # fmt: skip
+    begin()
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     base = tl.program_id(1) * BASES + tl.arange(0, BASES)
     unit = tl.arange(0, HIDDEN)
@@ -93,6 +95,7 @@ def _backward(
     K: tl.constexpr, C: tl.constexpr, H: tl.constexpr, E: tl.constexpr, CODE: tl.constexpr, HIDDEN: tl.constexpr,
     GATE: tl.constexpr, ROWS: tl.constexpr, BASES: tl.constexpr,
 ):  # fmt: skip
+    begin()
     row = tl.arange(0, ROWS)
     unit = tl.arange(0, HIDDEN)
     column = tl.arange(0, CODE)

@@ -12,6 +12,7 @@ import triton.language as tl
 
 from intbmoe.ops.launch import launch
 from intbmoe.ops.operation import define, schema_of
+from intbmoe.ops.overlap import begin
 from intbmoe.ops.triton_support import ceil_div, power_of_2
 
 ENTRIES = 4096
@@ -43,6 +44,7 @@ def _counted(ids, total, parts, TILE: tl.constexpr, GROUPS: tl.constexpr, PADDED
 
 @triton.jit
 def _count(ids, counts, total, parts, TILE: tl.constexpr, GROUPS: tl.constexpr, PADDED: tl.constexpr):
+    begin()
     count = _counted(ids, total, parts, TILE, GROUPS, PADDED)
     tl.store(counts + tl.program_id(0) * PADDED + tl.arange(0, PADDED), count)
 
@@ -53,6 +55,7 @@ def _place(
     TILE: tl.constexpr, GROUPS: tl.constexpr, PADDED: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """Write the permutation; ``counts`` is None if there is a single program."""
+    begin()
     column = tl.arange(0, PADDED)
     before = tl.zeros([PADDED], dtype=tl.int32)
     if counts is None:

@@ -10,8 +10,10 @@ import triton.language as tl
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
+from intbmoe.ops.branches import aside, prepared
 from intbmoe.ops.launch import launch
 from intbmoe.ops.operation import define
+from intbmoe.ops.overlap import begin
 from intbmoe.ops.tiles import power_below, sum_programs
 from intbmoe.ops.triton_support import ceil_div, multiprocessors, power_of_2, shared_memory
 from intbmoe.precision import autocast_off, wide
@@ -33,7 +35,7 @@ def router_scores(
     x: Tensor, hidden: tuple[Tensor, Tensor], scores: tuple[Tensor, Tensor], dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     """As ``naive.router_scores``."""
-    found, _, tokens = _router_scores(x, *hidden, *scores, dtype)
+    found, _, tokens = _router_scores(x, *prepared(lambda *tensors: tensors, *hidden, *scores), dtype)
     return found, x if x.dtype == dtype else tokens
 
 
@@ -43,6 +45,7 @@ def _forward(
     D: tl.constexpr, H: tl.constexpr, K: tl.constexpr, HIDDEN: tl.constexpr, CHOICES: tl.constexpr,
     TOKENS: tl.constexpr, INPUTS: tl.constexpr, CAST: tl.constexpr,
 ):  # fmt: skip
+    begin()
     row = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
     there = (row < count)[:, None]
     unit = tl.arange(0, HIDDEN)
@@ -82,6 +85,7 @@ def _backward(
     TOKENS: tl.constexpr, INPUTS: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
     """``sums`` (programs, H·D + H + K·H + K) are those of weights and biases, the hidden layer's first."""
+    begin()
     chunk, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     unit = tl.arange(0, HIDDEN)
     choice = tl.arange(0, CHOICES)
@@ -161,8 +165,6 @@ def _allocate(x, weight, bias, score_weight, score_bias, dtype):
 
 
 def _run_backward(grad, token_grad, x, weight, score_weight, hidden):
-    if score_weight.shape[0] > BACKWARD_CHOICES:
-        return _backward_by_torch(grad, token_grad, x, weight, score_weight, hidden)
     x_grad, sums = _allocate_backward(grad, token_grad, x, weight, score_weight, hidden)
     if x.shape[0] == 0:
         return x_grad, sums.zero_()
@@ -182,14 +184,16 @@ def _run_backward(grad, token_grad, x, weight, score_weight, hidden):
     return x_grad, sum_programs(partials) if chunks > 1 else sums
 
 
-def _backward_by_torch(grad, token_grad, x, weight, score_weight, hidden):
+def _gradients_by_torch(ctx, grad, token_grad, x, weight, score_weight, hidden):
     with autocast_off(x):
         hidden_grad = torch.where(hidden > 0, grad @ wide(score_weight), 0)
+        with aside(ctx, grad, hidden_grad, x, hidden):
+            products = hidden_grad.t() @ wide(x), hidden_grad.sum(0), grad.t() @ hidden, grad.sum(0)
+            gradients = [product.to(dtype) for product, dtype in zip(products, ctx.dtypes, strict=True)]
         x_grad = hidden_grad @ wide(weight)
         if token_grad is not None:
             x_grad += token_grad
-        products = hidden_grad.t() @ wide(x), hidden_grad.sum(0), grad.t() @ hidden, grad.sum(0)
-    return x_grad.to(x.dtype), torch.cat([product.flatten() for product in products])
+    return x_grad.to(x.dtype), *gradients, None
 
 
 def _allocate_backward(grad, token_grad, x, weight, score_weight, hidden):
@@ -209,6 +213,8 @@ def _differentiate(ctx, grad, _, token_grad):
         return None if token_grad is None else token_grad.to(x.dtype), None, None, None, None, None
     if token_grad is not None and token_grad.shape[0] != x.shape[0]:
         token_grad = None  # it belongs to the empty tensor that is returned if no cast is needed
+    if score_weight.shape[0] > BACKWARD_CHOICES:
+        return _gradients_by_torch(ctx, grad, token_grad, x, weight, score_weight, hidden)
     x_grad, sums = _router_gradient(grad, token_grad, x, weight, score_weight, hidden)
     # Each part is a contiguous view of ``sums``, so that autograd takes it without a copy.
     shapes = weight.shape, weight.shape[:1], score_weight.shape, score_weight.shape[:1]

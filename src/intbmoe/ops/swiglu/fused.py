@@ -7,6 +7,7 @@ from torch import Tensor
 
 from intbmoe.ops.launch import launch
 from intbmoe.ops.operation import define, schema_of
+from intbmoe.ops.overlap import begin
 from intbmoe.ops.tiles import sigmoid
 from intbmoe.ops.triton_support import ceil_div, power_of_2
 
@@ -24,6 +25,7 @@ def _places(count, WIDTH: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr)
 
 @triton.jit
 def _swiglu_forward(rows, out, count, WIDTH: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr):
+    begin()
     place, source, mask = _places(count, WIDTH, TILE, BLOCK)
     gate = tl.load(rows + source, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(rows + source + WIDTH, mask=mask, other=0.0).to(tl.float32)
@@ -32,6 +34,7 @@ def _swiglu_forward(rows, out, count, WIDTH: tl.constexpr, TILE: tl.constexpr, B
 
 @triton.jit
 def _swiglu_backward(grad, rows, out, count, WIDTH: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr):
+    begin()
     place, source, mask = _places(count, WIDTH, TILE, BLOCK)
     dy = tl.load(grad + place, mask=mask, other=0.0).to(tl.float32)
     gate = tl.load(rows + source, mask=mask, other=0.0).to(tl.float32)

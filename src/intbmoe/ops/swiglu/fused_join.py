@@ -10,6 +10,7 @@ import triton.language as tl
 
 from intbmoe.ops.launch import launch
 from intbmoe.ops.operation import define, schema_of
+from intbmoe.ops.overlap import begin
 from intbmoe.ops.triton_support import aligned, ceil_div
 
 TILE, BLOCK = 16, 128
@@ -39,6 +40,7 @@ def _move_all(
     TILE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Move all three matrices; ``tiles`` is the number of tiles of the gate, which up has too."""
+    begin()
     program = tl.program_id(0)
     if program < tiles:
         _move(gate, to_gate, program, FROM_HIDDEN, FROM_WIDTH, TO_HIDDEN, TO_WIDTH, TILE, BLOCK)

@@ -10,10 +10,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from intbmoe.ops.branches import aside
 from intbmoe.ops.grouped_mm.fused import PROCESSORS, describable, described
 from intbmoe.ops.grouped_mm.fused_kernels import swizzle
 from intbmoe.ops.launch import launch
 from intbmoe.ops.operation import define, schema_of
+from intbmoe.ops.overlap import begin
 from intbmoe.ops.swiglu.fused import swiglu, swiglu_gradient
 from intbmoe.ops.tiles import sigmoid
 from intbmoe.ops.triton_support import ceil_div, shared_memory
@@ -43,6 +45,7 @@ def _gate_and_up(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SWIZZLE: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
     """Take descriptors of (N, d) ``x``, (2, h, d) ``weight``, (N, h) ``out``, and ``gates`` and ``ups`` if KEEP."""
+    begin()
     tiles_m, tiles_n = tl.cdiv(rows, BLOCK_M), tl.cdiv(hidden, BLOCK_N)
     for tile in tl.range(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0), flatten=True):
         tile_m, tile_n = swizzle(tile, tiles_m, tiles_n, SWIZZLE)
@@ -90,7 +93,13 @@ def _differentiate(ctx, grad, _):
     x, joined, kept = ctx.saved_tensors
     grad = swiglu_gradient(grad, kept)
     needs_x, needs_joined = ctx.needs_input_grad[:2]
-    return grad @ joined if needs_x else None, grad.t() @ x if needs_joined else None, None
+    x_grad = joined_grad = None
+    if needs_joined:
+        with aside(ctx, grad, x):
+            joined_grad = grad.t() @ x
+    if needs_x:
+        x_grad = grad @ joined
+    return x_grad, joined_grad, None
 
 
 def _flops(x_shape, joined_shape, *_, **__):
