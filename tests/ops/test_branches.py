@@ -150,9 +150,9 @@ def test_a_captured_step_gives_the_same_bits(dtype, options):
     spy = mock.patch.object(Branches, "_start", autospec=True, side_effect=Branches._start)
     with spy as started, torch.cuda.graph(graph):
         found = step()
-    # Tokens, router, shared expert, codes, coefficients, filter's terms, two pools; with kernels also the filter's term
-    # of tokens and three that only take gradients. Weights that are composed where they are used need no branch.
-    per_layer = {"backend": 8, "recompute": 7}[next(iter(options))] if options else 12
+    # Router, shared expert, codes, coefficients, filter's terms, two pools; with kernels also the filter's term of
+    # tokens and three that only take gradients. Weights that are composed where they are used need no branch.
+    per_layer = {"backend": 7, "recompute": 6}[next(iter(options))] if options else 11
     assert started.call_count == 4 * per_layer + 1
     for _ in range(5):
         for x, values in zip(inputs, expected, strict=True):

@@ -34,7 +34,7 @@ from intbmoe.layer import LayerConfig, MoELayer, Quantities, Result, Routing, re
 from intbmoe.ops import native
 from intbmoe.ops.backend import BACKENDS, Backend, choose_backend
 from intbmoe.ops.blocks import Blocks
-from intbmoe.ops.branches import CODES, COEFFICIENTS, FILTER, NONE, ROUTER, ROUTER_WEIGHTS, TOKENS, Branches
+from intbmoe.ops.branches import CODES, COEFFICIENTS, FILTER, NONE, ROUTER, ROUTER_WEIGHTS, Branches
 from intbmoe.ops.choose import choose
 from intbmoe.ops.filter_terms import filter_terms
 from intbmoe.parts.blocks import run_blocks
@@ -213,8 +213,6 @@ class BlockLayer(MoELayer):
             if mask is not None:
                 ids = mask_choices(ids, mask)
                 weights = torch.where(ids < 0, 0, weights)
-        branches.join(TOKENS, tokens)
-        branches.mark()
         tokens = read if tokens is None else tokens
         shared = None if self.shared is None else run_shared(self.shared, tokens, backend, branches)
         blocks = self.blocks(dtype, backend, conditioning, branches)

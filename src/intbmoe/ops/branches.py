@@ -25,9 +25,9 @@ MOST_ENTRIES = 1 << 24
 enabled = os.environ.get("INTBMOE_BRANCHES") != "0"
 
 MOST_STREAMS = 16
-"""Streams of one thread; a layer with three internal layers has 16 branches."""
+"""Streams of one thread; a layer with three internal layers has 15 branches."""
 
-TOKENS, CODES, COEFFICIENTS = "tokens", "codes", "coefficients"
+CODES, COEFFICIENTS = "codes", "coefficients"
 ROUTER, ROUTER_WEIGHTS = "router", "router's weights"
 SHARED, SHARED_WEIGHTS = "shared expert", "shared expert's weights"
 FILTER, TOKEN_TERM, SCALE = "filter's terms", "token term", "scale"
@@ -77,15 +77,17 @@ class Branches:
         return "NONE" if self._main is None else f"Branches({', '.join(self._sides)})"
 
     def enter(self, x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
-        """Return ``x`` for the router and, in ``dtype``, for everything else, so that neither waits for the other.
+        """Return ``x`` for the router and, in ``dtype``, for everything else, which need not wait for the router then.
 
-        The second is made on the branch ``TOKENS``, which must be joined. Outside a capture it is None: the router,
-        which reads ``x`` anyway, can cast it too. In backward, a layer's work ends where these gradients are added.
+        Outside a capture the second is None: the router, which reads ``x`` anyway, can cast it too. In backward, a
+        layer's work ends where these gradients are added. The router starts after the cast, although it does not need
+        it: a graph whose first kernels are on several streams starts some of them ten microseconds later.
         """
         if self._main is None:
             return x, None
-        with self.branch(TOKENS, x):
-            return _Enter.apply(x, dtype, self)
+        pair = _Enter.apply(x, dtype, self)
+        self.mark()
+        return pair
 
     def mark(self) -> None:
         """Let branches that start from here on read everything made so far on the main branch."""

@@ -19,9 +19,11 @@ from intbmoe.ops.operation import define, schema_of
 from intbmoe.ops.overlap import begin
 from intbmoe.ops.triton_support import ceil_div, power_of_2
 
-ENOUGH_WARPS = ENOUGH_PROGRAMS = 1000  # to keep a large GPU busy
+ENOUGH_WARPS = 1000  # to keep a large GPU busy
 NARROW_BLOCK, WIDE_BLOCK, TOTAL_BLOCK = (256, 32), (32, 128), (512, 16)
 """Rows and columns that are added at a time; the narrower, the more programs there are."""
+MOST_NARROW = 512
+"""Narrow programs hold many numbers, so that a large GPU runs only about 264 of them at a time."""
 _ASSEMBLY = tl.constexpr(torch.version.hip is None and not INTERPRETING)
 
 
@@ -158,8 +160,8 @@ def _allocate_sums(partials, ends, rows: int, own: int):
 def _run_sums(partials, ends, rows, own):
     sums, totals = _allocate_sums(partials, ends, rows, own)
     groups, width = ends.shape[0], partials.shape[1]
-    few = groups * ceil_div(own, WIDE_BLOCK[1]) < ENOUGH_PROGRAMS and not INTERPRETING  # where they run one by one
-    tile, block = NARROW_BLOCK if few else WIDE_BLOCK
+    narrow = groups * ceil_div(own, NARROW_BLOCK[1]) <= MOST_NARROW and not INTERPRETING  # where they run one by one
+    tile, block = NARROW_BLOCK if narrow else WIDE_BLOCK
     total_tile, total_block = TOTAL_BLOCK
     launch(
         _sum_partials, (groups * ceil_div(own, block) + ceil_div(width - own, total_block),),
@@ -186,7 +188,7 @@ def sum_programs(partials: Tensor) -> Tensor:
     """(programs, …) contiguous float32 → (…), ``partials.sum(0)`` in a fixed order; torch is slow for few columns."""
     sums = partials.new_empty(partials.shape[1:])
     count, width = len(partials), sums.numel()
-    tile, block = TOTAL_BLOCK if width < ENOUGH_PROGRAMS * TOTAL_BLOCK[1] else NARROW_BLOCK
+    tile, block = TOTAL_BLOCK if ceil_div(width, TOTAL_BLOCK[1]) <= MOST_NARROW else NARROW_BLOCK
     tile, block = min(power_of_2(count, 16), tile), 1024 if INTERPRETING else block
     launch(_sum_programs, (ceil_div(width, block),), partials, sums, count, width, TILE=tile, BLOCK=block, num_warps=8)
     return sums

@@ -59,7 +59,7 @@ def mm_tile(rows: int, groups: int, inputs: int, outputs: int, dtype: torch.dtyp
     elif inputs >= LONG and _wide(outputs):
         tile = Tile(128, 256, 64, 8, 4, descriptors=True)
     else:  # with few steps, two programs per processor hide each other's start and end
-        tile = Tile(128, 128, 64, 4, 3 if inputs > 128 else 2, descriptors=True)  # three stages only for three steps
+        tile = Tile(128, 128, 64, 4, 3, descriptors=True)
     return tile._replace(n=_fit(tile.n, outputs), k=_fit(tile.k, inputs))
 
 

@@ -186,7 +186,7 @@ def _run_backward(grad, token_grad, x, weight, score_weight, hidden):
 
 def _gradients_by_torch(ctx, grad, token_grad, x, weight, score_weight, hidden):
     with autocast_off(x):
-        hidden_grad = torch.where(hidden > 0, grad @ wide(score_weight), 0)
+        hidden_grad = torch.ops.aten.threshold_backward(grad @ wide(score_weight), hidden, 0)
         with aside(ctx, grad, hidden_grad, x, hidden):
             products = hidden_grad.t() @ wide(x), hidden_grad.sum(0), grad.t() @ hidden, grad.sum(0)
             gradients = [product.to(dtype) for product, dtype in zip(products, ctx.dtypes, strict=True)]
