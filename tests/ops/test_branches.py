@@ -55,7 +55,6 @@ def test_without_a_capture_there_are_none():
         (24, False, {}),
         ((), False, {}),
         (24, False, {"recompute": True}),
-        (24, False, {"shared_kind": "mlp"}),
         (24, False, {"backend": "grouped"}),
         (24, True, {"backend": "grouped"}),
     ],
@@ -63,10 +62,10 @@ def test_without_a_capture_there_are_none():
 )
 def test_branches_are_joined_and_change_nothing(hidden, half, options):
     torch.manual_seed(0)
-    kind = options.get("shared_kind", "swiglu")
-    layer = intbmoe.IntBMoE(16, hidden, experts=3, blocks=3, top_k=2, shared_kind=kind)
-    layer.backend = options.get("backend", "fused" if INTERPRETING else "tiled")
-    layer.recompute = options.get("recompute", False)
+    layer = intbmoe.IntBMoE(16, hidden, experts=3, blocks=3, top_k=2)
+    layer.backend = "fused" if INTERPRETING else "tiled"
+    for name, value in options.items():
+        setattr(layer, name, value)
     x, mask = torch.randn(2, 9, 16, requires_grad=True), torch.arange(18).view(2, 9) % 5 > 0
     leaves = [x, *layer.parameters()]
 

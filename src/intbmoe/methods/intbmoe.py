@@ -34,7 +34,7 @@ from intbmoe.layer import LayerConfig, MoELayer, Quantities, Result, Routing, re
 from intbmoe.ops import native
 from intbmoe.ops.backend import BACKENDS, Backend, choose_backend
 from intbmoe.ops.blocks import Blocks
-from intbmoe.ops.branches import CODES, COEFFICIENTS, FILTER, NONE, ROUTER, ROUTER_WEIGHTS, Branches
+from intbmoe.ops.branches import CODES, COEFFICIENTS, FILTER, NONE, ROUTER, Branches
 from intbmoe.ops.choose import choose
 from intbmoe.ops.filter_terms import filter_terms
 from intbmoe.parts.blocks import run_blocks
@@ -207,7 +207,7 @@ class BlockLayer(MoELayer):
         backend = choose_backend(rows, dtype, self._backend, has_native=self.config.has_kernels)
         branches = Branches(rows)
         routed, tokens = branches.enter(rows, dtype)
-        with branches.branch(ROUTER, routed, weights=ROUTER_WEIGHTS):
+        with branches.branch(ROUTER, routed):
             scores, read = self.router(routed, dtype if tokens is None else routed.dtype, backend)
             ids, weights = choose(scores, self.config.top_k, backend)
             if mask is not None:

@@ -34,13 +34,12 @@ def square_linear(x: Tensor, weight: Tensor) -> Tensor:
     weight, width = cast(weight, x.dtype), x.shape[1]
     missing = width_to_multiply(x, width) - width
     if not missing:
-        return linear(x, weight)
+        plain = torch.compiler.is_compiling() or beside() is None
+        return F.linear(x, weight) if plain else _linear(x, weight)
     return F.linear(filled_up(x, width + missing), F.pad(weight, (0, missing, 0, missing)))[:, :width]
 
 
-def linear(x: Tensor, weight: Tensor) -> Tensor:
-    """``F.linear``, but the gradient of the weight, which nothing else waits for, is made on its own branch."""
-    return F.linear(x, weight) if torch.compiler.is_compiling() or beside() is None else _linear(x, weight)
+# The same product, but the gradient of its weight, which nothing else waits for, is made aside.
 
 
 def _allocate(x, weight):

@@ -12,7 +12,7 @@ Outside a capture everything stays on one stream, because Python launches one ke
 
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -25,11 +25,9 @@ MOST_ENTRIES = 1 << 24
 enabled = os.environ.get("INTBMOE_BRANCHES") != "0"
 
 MOST_STREAMS = 16
-"""Streams of one thread; a layer with three internal layers has 15 branches."""
+"""Streams of one thread; a layer with four internal layers has 15 branches."""
 
-CODES, COEFFICIENTS = "codes", "coefficients"
-ROUTER, ROUTER_WEIGHTS = "router", "router's weights"
-SHARED, SHARED_WEIGHTS = "shared expert", "shared expert's weights"
+ROUTER, SHARED, CODES, COEFFICIENTS = "router", "shared expert", "codes", "coefficients"
 FILTER, TOKEN_TERM, SCALE = "filter's terms", "token term", "scale"
 
 _of_thread = threading.local()
@@ -80,8 +78,7 @@ class Branches:
         """Return ``x`` for the router and, in ``dtype``, for everything else, which need not wait for the router then.
 
         Outside a capture the second is None: the router, which reads ``x`` anyway, can cast it too. In backward, a
-        layer's work ends where these gradients are added. The router starts after the cast, although it does not need
-        it: a graph whose first kernels are on several streams starts some of them ten microseconds later.
+        layer's work ends where these gradients are added.
         """
         if self._main is None:
             return x, None
@@ -94,37 +91,26 @@ class Branches:
         if self._main is not None:
             self._mark = self._main.record_event()
 
-    def branch(
-        self, name: str, *read: Tensor | None, after: str = "", weights: str = ""
-    ) -> AbstractContextManager[None]:
+    def branch(self, name: str, *read: Tensor | None, after: str = "") -> AbstractContextManager[None]:
         """Launch the body of the ``with`` statement on a branch, which must be joined later.
 
         ``read`` are the tensors it reads that were made in this forward, on the main branch before the last mark or on
-        the branch ``after``. A name can be used again, to continue that branch. ``weights`` names another branch, for
-        what the body makes of its weights (``prepared``) and for their gradients (``aside``).
+        the branch ``after``. A name can be used again, to continue that branch.
         """
-        return nullcontext() if self._main is None else self._start(name, read, after, weights)
+        return nullcontext() if self._main is None else self._start(name, read, after)
 
     @contextmanager
-    def _start(self, name: str, read: tuple[Tensor | None, ...], after: str, weights: str) -> Iterator[None]:
-        for each in filter(None, (name, weights)):
-            self._sides[each] = _side_stream(self._main.device, each)
-            self._sides[each].wait_event(self._mark)
-        side = self._sides[name]
+    def _start(self, name: str, read: tuple[Tensor | None, ...], after: str) -> Iterator[None]:
+        side = self._sides[name] = _side_stream(self._main.device, name)
+        side.wait_event(self._mark)
         if after in self._sides:
             side.wait_stream(self._sides[after])
-        self._hold(read, side)
-        with torch.cuda.stream(side), self.gradients(weights) if weights else nullcontext():
-            yield
-        if weights:
-            side.wait_stream(self._sides[weights])
-
-    def _hold(self, read: tuple[Tensor | None, ...], stream: torch.cuda.Stream) -> None:
-        """Keep what a stream reads until it has read it; without gradients until the forward ends, all joined."""
         if torch.is_grad_enabled():
-            _keep(read, stream)
-        else:
+            _keep(read, side)
+        else:  # until the forward ends, when all branches have been joined
             self._read.append(read)
+        with torch.cuda.stream(side):
+            yield
 
     def join(self, name: str, *made: Any) -> None:
         """Wait for a branch, if it was started; ``made`` are the tensors that it made (other values are skipped)."""
@@ -153,7 +139,7 @@ class Branches:
     def gradients(self, name: str) -> AbstractContextManager[None]:
         """Operations in this context make the gradients of their weights on a branch, if it was started (``aside``).
 
-        The weights must come from that branch: they were made on it, or ``take`` or ``prepared`` returned them.
+        The weights must come from that branch: they were made on it, or ``take`` returned them.
         """
         return _beside(self, self._sides[name]) if name in self._sides else nullcontext()
 
@@ -179,20 +165,6 @@ def _beside(branches: Branches, side: torch.cuda.Stream) -> Iterator[None]:
 def beside() -> tuple[Branches, torch.cuda.Stream] | None:
     """Return where an operation called now should make the gradients of its weights; None for the same stream."""
     return getattr(_of_thread, "beside", None)
-
-
-def prepared(make: Callable[..., tuple[Tensor, ...]], *weights: Tensor) -> tuple[Tensor, ...]:
-    """Return ``make(*weights)``, made on the branch where an operation called now will make its weights' gradients."""
-    found = beside()
-    if found is None:
-        return make(*weights)
-    branches, side = found
-    here = torch.cuda.current_stream(side.device)
-    with torch.cuda.stream(side):
-        made = make(*(weight.view_as(weight) for weight in weights))
-    here.wait_stream(side)
-    branches._hold(made, here)
-    return made
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from intbmoe.checks import require
 from intbmoe.ops.backend import Backend, choose_backend
-from intbmoe.ops.branches import SHARED, SHARED_WEIGHTS, Branches
+from intbmoe.ops.branches import SHARED, Branches
 from intbmoe.parts.experts import ExpertsConfig, RoutedLayer, SwiGLU
 from intbmoe.parts.linear import Linear, called
 from intbmoe.precision import cast
@@ -65,7 +65,7 @@ def run_shared(expert: nn.Module, x: Tensor, backend: Backend, branches: Branche
     ``expert`` is one of ours or the user's own module, which may do anything and therefore does not run in a branch.
     """
     if isinstance(expert, OURS):
-        with branches.branch(SHARED, x, weights=SHARED_WEIGHTS):
+        with branches.branch(SHARED, x):
             return expert(x, backend)
     y = called(x, expert, expert)
     if not isinstance(y, Tensor) or y.shape != x.shape:

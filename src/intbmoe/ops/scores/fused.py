@@ -10,7 +10,6 @@ import triton.language as tl
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from intbmoe.ops.branches import aside, prepared
 from intbmoe.ops.launch import launch
 from intbmoe.ops.operation import define
 from intbmoe.ops.overlap import begin
@@ -35,7 +34,7 @@ def router_scores(
     x: Tensor, hidden: tuple[Tensor, Tensor], scores: tuple[Tensor, Tensor], dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     """As ``naive.router_scores``."""
-    found, _, tokens = _router_scores(x, *prepared(lambda *tensors: tensors, *hidden, *scores), dtype)
+    found, _, tokens = _router_scores(x, *hidden, *scores, dtype)
     return found, x if x.dtype == dtype else tokens
 
 
@@ -165,6 +164,8 @@ def _allocate(x, weight, bias, score_weight, score_bias, dtype):
 
 
 def _run_backward(grad, token_grad, x, weight, score_weight, hidden):
+    if score_weight.shape[0] > BACKWARD_CHOICES:
+        return _backward_by_torch(grad, token_grad, x, weight, score_weight, hidden)
     x_grad, sums = _allocate_backward(grad, token_grad, x, weight, score_weight, hidden)
     if x.shape[0] == 0:
         return x_grad, sums.zero_()
@@ -184,16 +185,14 @@ def _run_backward(grad, token_grad, x, weight, score_weight, hidden):
     return x_grad, sum_programs(partials) if chunks > 1 else sums
 
 
-def _gradients_by_torch(ctx, grad, token_grad, x, weight, score_weight, hidden):
+def _backward_by_torch(grad, token_grad, x, weight, score_weight, hidden):
     with autocast_off(x):
         hidden_grad = torch.ops.aten.threshold_backward(grad @ wide(score_weight), hidden, 0)
-        with aside(ctx, grad, hidden_grad, x, hidden):
-            products = hidden_grad.t() @ wide(x), hidden_grad.sum(0), grad.t() @ hidden, grad.sum(0)
-            gradients = [product.to(dtype) for product, dtype in zip(products, ctx.dtypes, strict=True)]
         x_grad = hidden_grad @ wide(weight)
         if token_grad is not None:
             x_grad += token_grad
-    return x_grad.to(x.dtype), *gradients, None
+        products = hidden_grad.t() @ wide(x), hidden_grad.sum(0), grad.t() @ hidden, grad.sum(0)
+    return x_grad.to(x.dtype), torch.cat([product.flatten() for product in products])
 
 
 def _allocate_backward(grad, token_grad, x, weight, score_weight, hidden):
@@ -213,8 +212,6 @@ def _differentiate(ctx, grad, _, token_grad):
         return None if token_grad is None else token_grad.to(x.dtype), None, None, None, None, None
     if token_grad is not None and token_grad.shape[0] != x.shape[0]:
         token_grad = None  # it belongs to the empty tensor that is returned if no cast is needed
-    if score_weight.shape[0] > BACKWARD_CHOICES:
-        return _gradients_by_torch(ctx, grad, token_grad, x, weight, score_weight, hidden)
     x_grad, sums = _router_gradient(grad, token_grad, x, weight, score_weight, hidden)
     # Each part is a contiguous view of ``sums``, so that autograd takes it without a copy.
     shapes = weight.shape, weight.shape[:1], score_weight.shape, score_weight.shape[:1]

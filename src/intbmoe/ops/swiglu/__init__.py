@@ -1,11 +1,11 @@
 """A SwiGLU network: two products, one of them through SiLU, multiplied, and a third product."""
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from intbmoe.ops.aligned_linear import filled_up, linear, width_to_multiply
+from intbmoe.ops.aligned_linear import filled_up, width_to_multiply
 from intbmoe.ops.backend import Backend
-from intbmoe.ops.branches import prepared
 from intbmoe.ops.swiglu import naive
 from intbmoe.ops.triton_support import aligned
 
@@ -19,12 +19,9 @@ def swiglu(x: Tensor, gate: Tensor, up: Tensor, down: Tensor, backend: Backend) 
     # One product and one kernel: reading x twice costs more than joining the two matrices.
     rows = x.reshape(-1, x.shape[-1])
     width = width_to_multiply(rows, 2 * gate.shape[0])
-
-    def join(gate: Tensor, up: Tensor, down: Tensor) -> tuple[Tensor, Tensor]:
-        if down.dtype == gate.dtype == x.dtype and gate.shape == (aligned(gate.shape[0], x.dtype), width):
-            return torch.cat([gate, up]), down
-        return fused_join.join(gate, up, down, width, x.dtype)
-
-    joined, down = prepared(join, gate, up, down)
+    if down.dtype == gate.dtype == x.dtype and gate.shape == (aligned(gate.shape[0], x.dtype), width):
+        joined = torch.cat([gate, up])
+    else:
+        joined, down = fused_join.join(gate, up, down, width, x.dtype)
     inner = fused_product.swiglu_product(filled_up(rows, width), joined)
-    return linear(inner, down)[:, : x.shape[-1]].view(x.shape)
+    return F.linear(inner, down)[:, : x.shape[-1]].view(x.shape)

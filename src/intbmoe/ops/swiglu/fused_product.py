@@ -10,7 +10,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from intbmoe.ops.branches import aside
 from intbmoe.ops.grouped_mm.fused import PROCESSORS, describable, described
 from intbmoe.ops.grouped_mm.fused_kernels import swizzle
 from intbmoe.ops.launch import launch
@@ -93,13 +92,7 @@ def _differentiate(ctx, grad, _):
     x, joined, kept = ctx.saved_tensors
     grad = swiglu_gradient(grad, kept)
     needs_x, needs_joined = ctx.needs_input_grad[:2]
-    x_grad = joined_grad = None
-    if needs_joined:
-        with aside(ctx, grad, x):
-            joined_grad = grad.t() @ x
-    if needs_x:
-        x_grad = grad @ joined
-    return x_grad, joined_grad, None
+    return grad @ joined if needs_x else None, grad.t() @ x if needs_joined else None, None
 
 
 def _flops(x_shape, joined_shape, *_, **__):
