@@ -57,6 +57,8 @@ def test_help_shows_the_configs_fields():
 def test_a_config_and_options_together_are_refused():
     with pytest.raises(ValueError, match="left out when a Config is given"):
         Echo(EchoConfig(4, 4), factor=2.0)
+    with pytest.raises(ValueError, match=r"hidden=16 is not allowed.*left out when a Config is given"):
+        Echo(EchoConfig(4, 4), 16)
 
 
 def test_names_show_no_wrapper():

@@ -26,6 +26,11 @@ def test_nothing_routed_is_not_a_number_rather_than_a_lie():
     assert empty.dead == (0, 1, 2)
 
 
+def test_everything_can_be_dropped():
+    assert load_statistics_of(torch.zeros(3, dtype=torch.int64), tokens=4, dropped=8).dropped == 1
+    assert math.isnan(load_statistics_of(torch.zeros(3, dtype=torch.int64), tokens=0).dropped)
+
+
 def test_closed_slots_are_not_there():
     pool = load_statistics_of(torch.tensor([4, 0, 4, 0]), tokens=8, opened=torch.tensor([True, True, True, False]))
     assert pool.dead == (1,)

@@ -100,7 +100,8 @@ class MoELayer(nn.Module):
     def __init__(self, dim: int | LayerConfig, hidden: Any = None, **options: Any) -> None:
         super().__init__()
         if isinstance(dim, self.Config):
-            require(hidden is None and not options, "options", options, "left out when a Config is given")
+            require(hidden is None, "hidden", hidden, "left out when a Config is given")
+            require(not options, "options", options, "left out when a Config is given")
             self.config = dim
         else:
             self.config = self.make_config(dim, hidden, **options)
@@ -179,8 +180,9 @@ class MoELayer(nn.Module):
         """Reset parameters and buffers to the values of a layer newly built from this Config.
 
         This undoes a host's own initialisation, and initialises a layer that was built on the meta device and then
-        given memory (``to_empty``). Random numbers are drawn in the constructor's order. Parts that the user has added,
-        which a new layer does not have, stay as they are.
+        given memory (``to_empty``), sharded or not: a sharded layer gets the values of the first rank. Random numbers
+        are drawn in the constructor's order. Parts that the user has added, which a new layer does not have, stay as
+        they are.
         """
         own = {**dict(self.named_parameters()), **dict(self.named_buffers())}
         for device in {tensor.device for tensor in own.values()}:
@@ -189,7 +191,7 @@ class MoELayer(nn.Module):
             values = {**dict(fresh.named_parameters()), **dict(fresh.named_buffers())}
             for name, tensor in own.items():
                 if tensor.device == device and name in values and values[name].shape == tensor.shape:
-                    tensor.copy_(values[name])
+                    _fill(tensor, values[name])
 
     def _load_from_state_dict(self, state_dict: dict[str, Tensor], prefix: str, *arguments: Any) -> None:
         self.fit_state(state_dict, prefix)
@@ -260,6 +262,15 @@ def unwrap(model: nn.Module) -> nn.Module:
             model = model._orig_mod
         else:
             return model
+
+
+def _fill(tensor: Tensor, value: Tensor) -> None:
+    """Copy ``value``, which is whole, into ``tensor``, which may be a DTensor of any placement."""
+    if hasattr(tensor, "full_tensor"):
+        from torch.distributed.tensor import distribute_tensor  # takes a second to import
+
+        value = distribute_tensor(value, tensor.device_mesh, tensor.placements)
+    tensor.copy_(value)
 
 
 def require_whole(model: nn.Module, wanted: str) -> None:

@@ -207,7 +207,7 @@ class LoadStatistics:
     dead: tuple[int, ...]
     """Experts without a single assignment."""
     dropped: float = 0.0
-    """Fraction of the wanted assignments that were dropped because the expert was full."""
+    """Fraction of the wanted assignments that were dropped because the expert was full; NaN if none was wanted."""
     untaken: float | None = None
     """Fraction of the tokens that no expert took; None if the method does not count them, or nothing was assigned."""
 
@@ -215,7 +215,7 @@ class LoadStatistics:
 def load_statistics_of(
     counts: Tensor, tokens: int, dropped: int = 0, opened: Tensor | None = None, untaken: int | None = None
 ) -> LoadStatistics:
-    """Compute statistics from (E,) assignment counts; without any assignment every ratio is NaN.
+    """Compute statistics from (E,) assignment counts; without any assignment, ratios of loads are NaN.
 
     ``opened`` (E,) says which experts are open in a growing pool: closed ones without load do not count as dead.
     """
@@ -223,8 +223,9 @@ def load_statistics_of(
     present = [index for index in range(len(loads)) if opened is None or bool(opened[index]) or loads[index]]
     total = sum(loads)
     dead = tuple(index for index in present if loads[index] == 0)
+    dropped_share = dropped / (total + dropped) if total + dropped else math.nan
     if total == 0:
-        return LoadStatistics(tuple(loads), tokens, math.nan, math.nan, math.nan, dead)
+        return LoadStatistics(tuple(loads), tokens, math.nan, math.nan, math.nan, dead, dropped_share)
     shares = [loads[index] / total for index in present]
     entropy = -sum(share * math.log(share) for share in shares if share > 0)
     return LoadStatistics(
@@ -234,6 +235,6 @@ def load_statistics_of(
         worst_case=max(shares) * len(present),
         entropy=entropy / math.log(len(present)) if len(present) > 1 else 1.0,
         dead=dead,
-        dropped=dropped / (total + dropped),
+        dropped=dropped_share,
         untaken=None if untaken is None else untaken / tokens,
     )

@@ -3,6 +3,8 @@
 Without a GPU, a graph is the recorded function itself, so that the code around it can be tested.
 """
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch.nn.utils import parametrize
@@ -108,6 +110,18 @@ def test_a_changed_layer_is_asked(device, runs, change):
 
 def negated(self, x, *rest):
     return intbmoe.IntBMoE.compute(self, -x, *rest)
+
+
+@on_devices
+def test_another_config_is_another_graph(device, runs):
+    layer, x = make(device), draw(device)
+    with torch.no_grad():
+        before = [layer(x) for _ in range(2)][1]
+        layer.config = replace(layer.config, top_k=1)
+        assert not torch.allclose(layer(x), before)
+        assert len(runs) == 1
+        assert torch.equal(layer(x), plain(layer, x))
+        assert len(runs) == 2
 
 
 @on_devices

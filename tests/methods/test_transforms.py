@@ -49,6 +49,20 @@ def test_gradients_of_single_sequences_by_vmap(name):
             torch.testing.assert_close(found[name][place], value, rtol=1e-4, atol=1e-5, msg=name)
 
 
+@pytest.mark.parametrize(
+    "varied", ["codebook", "pools.0.bias", "filter.bias", "router.scores.bias", "shared.up.weight"]
+)
+def test_layers_that_differ_in_one_parameter_by_vmap(varied):
+    layer, (x, _, mask) = make("intbmoe", torch.float32).eval(), batch(torch.float32)
+    parameters = {name: parameter.detach() for name, parameter in layer.named_parameters()}
+    many = parameters[varied] + torch.randn(4, *parameters[varied].shape)
+
+    def run(value):
+        return torch.func.functional_call(layer, {**parameters, varied: value}, (x, mask))
+
+    torch.testing.assert_close(torch.func.vmap(run)(many), torch.stack([run(value) for value in many]))
+
+
 @pytest.mark.parametrize("name", METHODS)
 @pytest.mark.parametrize("training", [False, True])
 def test_gradients_of_torch_func_are_autograds(name, training):

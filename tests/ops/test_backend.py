@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from intbmoe.ops import native
+from intbmoe.ops import backend, native
 from intbmoe.ops.backend import INTERPRETING, choose_backend
 from small_intbmoe import make, tokens
 
@@ -46,14 +46,31 @@ def test_exported_programs_and_torch_func_get_plain_torch():
 
 
 def test_a_wanted_backend_is_taken():
-    for backend in ("grouped", "tiled", "naive"):
-        assert choose_backend(torch.zeros(1), wanted=backend) == backend
+    for wanted in ("grouped", "tiled", "naive"):
+        assert choose_backend(torch.zeros(1), wanted=wanted) == wanted
 
 
 def test_triton_wanted_on_the_cpu_says_why_not():
     layer = make().float().eval()
     layer.backend = "fused"
     with pytest.raises(
-        RuntimeError, match=r"'fused' needs Triton and a CUDA device.*float32 on cpu.*layer\.backend None"
+        RuntimeError, match=r"'fused' needs Triton and an NVIDIA GPU.*float32 on cpu.*layer\.backend None"
     ):
         layer(tokens(1, 3).float())
+
+
+@pytest.mark.parametrize(
+    ("installed", "found"), [(True, "switched off by INTBMOE_TRITON=0"), (False, "not installed")], ids=str
+)
+def test_triton_that_is_switched_off_is_not_called_missing(monkeypatch, installed, found):
+    monkeypatch.setattr(backend, "TRITON", False)
+    monkeypatch.setattr(backend, "HAS_TRITON", installed)
+    with pytest.raises(RuntimeError, match=f"here Triton is {found}"):
+        choose_backend(torch.zeros(1), wanted="fused")
+
+
+def test_kernels_do_not_run_on_amds_gpus(monkeypatch):
+    monkeypatch.setattr(backend, "TRITON", True)
+    assert backend.triton_runs(torch.device("cuda"), torch.float32)
+    monkeypatch.setattr(torch.version, "hip", "7.0")  # where their type is "cuda" too
+    assert not backend.triton_runs(torch.device("cuda"), torch.float32)

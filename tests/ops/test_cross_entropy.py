@@ -58,6 +58,16 @@ def test_kernels_give_torchs_losses_and_gradients(size, dtype, device):
 
 @pytest.mark.skipif(not TRITON, reason="Triton is not installed")
 @on_device
+def test_scores_that_are_impossible_up_to_a_certain_place(device):
+    logits, targets = torch.randn(3, 4500, device=device), torch.tensor([4200, 4499, 4100], device=device)
+    logits[:, :4096] = float("-inf")
+    losses, grad = losses_and_gradient(cross_entropy, logits, targets)
+    expected = exact(logits, targets)
+    torch.testing.assert_close(losses.double(), expected[0], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(grad.double(), expected[1], rtol=1e-5, atol=1e-6)
+
+
+@on_device
 def test_rows_that_are_not_in_one_piece(device):
     logits, targets = torch.randn(6, 4, device=device).t(), torch.randint(6, (8,), device=device)[::2]
     losses, grad = losses_and_gradient(cross_entropy, logits, targets)

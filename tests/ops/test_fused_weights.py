@@ -61,6 +61,14 @@ def test_composition_of_large_matrices(device, blocks, bases, inputs, outputs, m
 
 
 @on_device
+def test_the_stride_of_a_single_base_may_be_anything(device):
+    pool = torch.randn(6, 1, 5, device=device).transpose(0, 1)
+    assert pool.stride(0) != 30
+    composed, _ = compose_fused.compose(torch.ones(1, 1, device=device), None, pool, None, 1.0, torch.bfloat16)
+    torch.testing.assert_close(composed.float(), pool, rtol=2**-7, atol=0)
+
+
+@on_device
 def test_composition_without_biases(device):
     quick, exact = pairs(device, torch.randn(3, 10), None, torch.randn(10, 2, 5))
     composed, biases = compose_fused.compose(*quick, None, 1.0, torch.float32)

@@ -315,7 +315,7 @@ def test_every_tile_of_every_group_has_one_slot(counts, tail, block):
 )
 def test_tiles_are_sizes_that_triton_multiplies(rows, groups, inputs, outputs, dtype):
     mm = fused.mm_tile(rows, groups, inputs, outputs, dtype)
-    outer = fused.outer_tile(groups, inputs, outputs, dtype)
+    outer = fused.outer_tile(inputs, outputs, dtype)
     for size in (*mm[:3], *outer[:3]):
         assert size >= 16
         assert size & (size - 1) == 0

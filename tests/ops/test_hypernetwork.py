@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from intbmoe.ops.backend import TRITON
-from intbmoe.ops.hypernetwork import MOST_CODES, MOST_CODES_IF_NARROW, coefficients, naive
+from intbmoe.ops.hypernetwork import MOST_CODES, MOST_CODES_IF_NARROW, _fits, coefficients, naive
 from interpreter import on_device
 
 if not TRITON:
@@ -50,6 +50,15 @@ def test_outputs_and_gradients_are_torchs(size, gate, device):
         torch.testing.assert_close(
             found.double(), expected, rtol=1e-5, atol=1e-5 * (1 + expected.detach().abs().max().item())
         )
+
+
+def test_wide_codes_and_many_units_are_left_to_torch():
+    assert _fits(8, 16, 32)
+    assert _fits(64, 64, 32)
+    assert _fits(16, 16, 512)
+    assert not _fits(64, 64, 64)  # more shared memory than an RTX 4090 has
+    assert not _fits(8, 16, 1056)  # conditioning of width 1024: more than an H200 has
+    assert not _fits(8, 128, 32)
 
 
 @on_device

@@ -45,9 +45,12 @@ def test_gradients_agree_with_finite_differences(form):
 @FORMS
 def test_inputs_may_be_views(form):
     """Such as a transposed batch, whose strides do not allow a view of the result."""
-    _, a, weight = inputs(5)
+    z, a, weight = inputs(5)
     turned = torch.randn(4, 3, 5, dtype=torch.float64).permute(2, 1, 0)
     torch.testing.assert_close(form.merged_mm(turned, a, weight, limit=2), naive.merged_mm(turned, a, weight))
+    turned = weight.mT.contiguous().mT.requires_grad_()
+    torch.testing.assert_close(form.merged_mm(z, a, turned, limit=2), naive.merged_mm(z, a, weight))
+    form.merged_mm(z, a, turned, limit=2).sum().backward()
 
 
 @FORMS

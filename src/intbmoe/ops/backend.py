@@ -23,7 +23,8 @@ Backend = Literal["fused", "native", "grouped", "tiled", "naive"]
 BACKENDS: tuple[Backend, ...] = get_args(Backend)
 
 # Triton comes with torch's CUDA builds, but is optional. INTBMOE_TRITON=0 is for GPUs it does not compile for.
-TRITON = find_spec("triton") is not None and os.environ.get("INTBMOE_TRITON") != "0"
+HAS_TRITON = find_spec("triton") is not None
+TRITON = HAS_TRITON and os.environ.get("INTBMOE_TRITON") != "0"
 INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"  # kernels run on the CPU, for tests; Triton also reads it once
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # of Triton's kernels and torch's grouped GEMM
 
@@ -55,7 +56,9 @@ def choose_backend(
 
 
 def triton_runs(device: torch.device, dtype: torch.dtype) -> bool:
-    return TRITON and dtype in DTYPES and (device.type == "cuda" or (INTERPRETING and device.type == "cpu"))
+    """Whether our kernels run there. They do not compile for AMD's GPUs, whose type is "cuda" too."""
+    nvidia = device.type == "cuda" and torch.version.hip is None
+    return TRITON and dtype in DTYPES and (nvidia or (INTERPRETING and device.type == "cpu"))
 
 
 def _native_runs(x: Tensor, dtype: torch.dtype) -> bool:
@@ -69,9 +72,10 @@ def _require(backend: Backend, x: Tensor, dtype: torch.dtype, has_native: bool) 
             f"backend {backend!r} has no forward-mode derivative: leave layer.backend None, or take 'tiled'"
         )
     if backend == "fused" and not triton_runs(x.device, dtype):
-        found = f"here Triton is {'' if TRITON else 'not '}installed, x is {dtype} on {x.device}"
+        off = "switched off by INTBMOE_TRITON=0" if HAS_TRITON else "not installed"
+        found = f"here Triton is {'installed' if TRITON else off}, x is {dtype} on {x.device}"
         raise RuntimeError(
-            f"backend 'fused' needs Triton and a CUDA device (or the CPU in Triton's interpreter, TRITON_INTERPRET=1), "
+            f"backend 'fused' needs Triton and an NVIDIA GPU (or the CPU in Triton's interpreter, TRITON_INTERPRET=1), "
             f"in float32, bfloat16 or float16; {found}: leave layer.backend None to have it chosen"
         )
     if backend == "native" and not has_native:

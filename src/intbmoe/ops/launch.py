@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from intbmoe.ops.backend import INTERPRETING
+from intbmoe.ops.triton_support import capability
 
 _compiled: dict[tuple, tuple[Any, tuple]] = {}
 
@@ -52,5 +53,5 @@ def _kind(argument: Any) -> Any:
 @cache
 def _options(device: int) -> dict[str, bool]:
     """Options of every launch; kernels overlap only where this has been tried (``overlap.py``)."""
-    overlaps = torch.version.hip is None and torch.cuda.get_device_capability(device)[0] == 9
-    return {"launch_pdl": True} if overlaps and os.environ.get("INTBMOE_OVERLAP") != "0" else {}
+    overlaps = capability(device)[0] == 9 and os.environ.get("INTBMOE_OVERLAP") != "0"
+    return {"launch_pdl": True} if overlaps else {}

@@ -8,7 +8,6 @@ each finds its group and rows from the groups' ends.
 from functools import cache
 from typing import NamedTuple
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -24,7 +23,7 @@ NARROW_BLOCK, WIDE_BLOCK, TOTAL_BLOCK = (256, 32), (32, 128), (512, 16)
 """Rows and columns that are added at a time; the narrower, the more programs there are."""
 MOST_NARROW = 512
 """Narrow programs hold many numbers, so that a large GPU runs only about 264 of them at a time."""
-_ASSEMBLY = tl.constexpr(torch.version.hip is None and not INTERPRETING)
+_ASSEMBLY = tl.constexpr(not INTERPRETING)
 
 
 class Tiling(NamedTuple):

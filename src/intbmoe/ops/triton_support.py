@@ -41,6 +41,12 @@ def ceil_div(number: int, size: int) -> int:
 
 
 @cache
+def capability(device: torch.device | int) -> tuple[int, int]:
+    """The compute capability of a CUDA device."""
+    return torch.cuda.get_device_capability(device)
+
+
+@cache
 def multiprocessors(device: torch.device) -> int:
     """The number of multiprocessors; 2 in the interpreter, so that tests have both few and many programs."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
@@ -51,4 +57,4 @@ def shared_memory(device: torch.device) -> int:
     """The bytes of shared memory that a program may have; in the interpreter, those of an H200."""
     if device.type != "cuda":
         return 232_448
-    return getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", 65_536)  # AMD's: 64 KiB
+    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin

@@ -61,16 +61,21 @@ def _run_rows(x: Tensor, blocks: Blocks, plan: Permutation) -> Tensor:
     z = to_rows(x, plan)
     if blocks.token_filter is not None:
         token_term = to_rows(linear(x, blocks.token_filter), plan)
-        z = z * token_term.add_(spread(blocks.block_filter, plan)).sigmoid_()
+        z = z * _plus(token_term, spread(blocks.block_filter, plan)).sigmoid_()
     for layer, (weight, bias) in enumerate(zip(blocks.weights, blocks.biases, strict=True)):
         z = multiply(cast(z, x.dtype), weight, plan.ends, plan.backend, complete=plan.complete)
-        z = wide(z).add_(spread(bias, plan))
+        z = _plus(wide(z), spread(bias, plan))
         if blocks.scale is not None:
             gain = blocks.gains[layer] if blocks.gains else None
             z = dprg(z, gain, blocks.scale, blocks.gate_shifts[layer] if blocks.gate_shifts else None)
         if layer < len(blocks.norms):
             z = F.layer_norm(z, z.shape[-1:], *blocks.norms[layer], naive.LAYER_NORM_EPS)
     return z
+
+
+def _plus(a: Tensor, b: Tensor) -> Tensor:
+    """a + b in the memory of ``a``, except under torch.func, which may give only ``b`` a further dimension."""
+    return a + b if transformed() else a.add_(b)
 
 
 def dprg(vg: Tensor, gain: Tensor | None, scale: Tensor, shift: Tensor | None = None) -> Tensor:

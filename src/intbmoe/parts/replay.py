@@ -119,7 +119,7 @@ _one_at_a_time = threading.Lock()  # graphs share memory, and their inputs and o
 def replayed(layer: MoELayer, x: Tensor, mask: Tensor | None, settings: Any, forward: Forward) -> Tensor | None:
     """Run ``forward(x, mask)`` of ``layer`` from a graph; None if there may not be one or none is recorded yet.
 
-    ``settings`` is whatever else the forward depends on besides tensors and the Config.
+    ``settings`` is whatever else the forward depends on besides its tensors and the layer's Config.
     """
     if not (enabled and _applies(layer, x, mask)) or observed((x, mask)) or transformed():
         return None
@@ -132,7 +132,7 @@ def replayed(layer: MoELayer, x: Tensor, mask: Tensor | None, settings: Any, for
     if place is None:
         return None
     how = autocast_dtype(x), torch.backends.cuda.matmul.fp32_precision, settings
-    key = x.shape, x.dtype, x.device, None if mask is None else mask.shape, how, place
+    key = x.shape, x.dtype, x.device, None if mask is None else mask.shape, how, place, layer.config
     with _one_at_a_time:
         found = modules.graphs.get(key)
         if found is None:

@@ -87,7 +87,7 @@ def _three_tiles(rows: int, bases: int) -> bool:
 
 
 def _small(pool: Tensor) -> bool:
-    return pool.shape[1] * pool.shape[2] <= SMALL_MATRIX
+    return _size(pool) <= SMALL_MATRIX
 
 
 def _forward_cut(rows: int, pool: Tensor) -> Cut:
@@ -136,9 +136,14 @@ def _sizes(
     }
 
 
+def _size(pool: Tensor) -> int:
+    """The entries of a base; the stride of a single base may be anything."""
+    return pool.shape[1] * pool.shape[2]
+
+
 def _items(pool: Tensor, sizes: dict[str, Any]) -> int:
     if sizes["FLAT"]:
-        return ceil_div(pool.shape[1] * pool.shape[2], sizes["BLOCK"])
+        return ceil_div(_size(pool), sizes["BLOCK"])
     return pool.shape[1] * ceil_div(pool.shape[2], sizes["BLOCK"])
 
 
@@ -165,9 +170,7 @@ def _run(value, gate, pool, bias, factor, dtype):
     sizes = _sizes(value, gate, pool, out, bias_out, cut)
     items = _items(pool, sizes)
     grid = ((items + _bias_items(bias, sizes)) * _row_tiles(sizes),)
-    launch(
-        kernels.compose_forward, grid, value, gate, pool, bias, out, bias_out, factor, pool.stride(0), items, **sizes
-    )
+    launch(kernels.compose_forward, grid, value, gate, pool, bias, out, bias_out, factor, _size(pool), items, **sizes)
     return out, bias_out
 
 
@@ -184,7 +187,7 @@ def _run_backward(grad, bias_grad, value, gate, pool, bias, factor):
     grad = grad if grad.stride(2) == 1 else grad.contiguous()
     bias_grad = None if bias is None else in_rows(bias_grad)
     grads, paths, bases, found = (grad, bias_grad), (value, gate), (pool, bias), (pool_grad, bias_pool_grad)
-    end = factor, pool.stride(0)
+    end = factor, _size(pool)
     if _few_bases(*sums.shape):
         sizes = _sizes(*paths, pool, *grads, FEW_BASES_BACKWARD_CUT, passes=2)
         items = _items(pool, sizes)

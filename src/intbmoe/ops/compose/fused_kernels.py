@@ -252,24 +252,15 @@ def many_rows_backward(
 ):  # fmt: skip
     """``GRADIENTS`` is "pool", "coefficients" or "both"; with "both", programs from ``first`` on compute the pool's."""
     begin()
-    if GRADIENTS == "coefficients":
+    program = tl.program_id(0)
+    if GRADIENTS != "pool" and program < first:
         _coefficient_program(
-            tl.program_id(0), grad, bias_grad, pool, bias, partials, factor, size, items, programs,
+            program, grad, bias_grad, pool, bias, partials, factor, size, items, programs,
             WIDTH, ROW_STRIDE, BLOCK_STRIDE, BIAS_STRIDE, BLOCKS, PATHS, E, ROWS, STEP, BLOCK, FLAT, PRECISION,
         )  # fmt: skip
-    elif GRADIENTS == "pool":
+    if GRADIENTS != "coefficients" and program >= first:
         _pool_program(
-            tl.program_id(0), grad, bias_grad, value, gate, pool_grad, bias_pool_grad, factor, size, items,
-            WIDTH, ROW_STRIDE, BLOCK_STRIDE, BIAS_STRIDE, BLOCKS, PATHS, E, ROWS, STEP, BLOCK, FLAT, PRECISION,
-        )  # fmt: skip
-    elif tl.program_id(0) < first:
-        _coefficient_program(
-            tl.program_id(0), grad, bias_grad, pool, bias, partials, factor, size, items, programs,
-            WIDTH, ROW_STRIDE, BLOCK_STRIDE, BIAS_STRIDE, BLOCKS, PATHS, E, ROWS, STEP, BLOCK, FLAT, PRECISION,
-        )  # fmt: skip
-    else:
-        _pool_program(
-            tl.program_id(0) - first, grad, bias_grad, value, gate, pool_grad, bias_pool_grad, factor, size, items,
+            program - first, grad, bias_grad, value, gate, pool_grad, bias_pool_grad, factor, size, items,
             WIDTH, ROW_STRIDE, BLOCK_STRIDE, BIAS_STRIDE, BLOCKS, PATHS, E, ROWS, STEP, BLOCK, FLAT, PRECISION,
         )  # fmt: skip
 

@@ -29,7 +29,8 @@ def _cross_entropy_forward(logits, targets, losses, sums, vocabulary, BLOCK: tl.
         column = start + tl.arange(0, BLOCK)
         score = tl.load(scores + column, mask=column < vocabulary, other=float("-inf")).to(tl.float32)
         higher = tl.maximum(largest, tl.max(score, 0))
-        total = total * tl.exp(largest - higher) + tl.sum(tl.exp(score - higher), 0)
+        base = tl.where(higher == float("-inf"), 0.0, higher)  # until the first finite score, all shares are zero
+        total = total * tl.exp(largest - base) + tl.sum(tl.exp(score - base), 0)
         largest = higher
     log_sum = largest + tl.log(total)
     right = tl.load(scores + tl.load(targets + token)).to(tl.float32)

@@ -16,7 +16,7 @@ from intbmoe.checks import require
 from intbmoe.ops.backend import DTYPES, triton_runs
 from intbmoe.ops.grouped_mm import operations
 from intbmoe.ops.launch import launch
-from intbmoe.ops.triton_support import ALIGNMENT, empty_matrices, empty_rows, in_rows, power_of_2
+from intbmoe.ops.triton_support import ALIGNMENT, capability, empty_matrices, empty_rows, in_rows, power_of_2
 
 PROCESSORS = 132  # multiprocessors assumed of every device, because sums must not depend on the device
 
@@ -63,7 +63,7 @@ def mm_tile(rows: int, groups: int, inputs: int, outputs: int, dtype: torch.dtyp
     return tile._replace(n=_fit(tile.n, outputs), k=_fit(tile.k, inputs))
 
 
-def outer_tile(groups: int, inputs: int, outputs: int, dtype: torch.dtype) -> Tile:
+def outer_tile(inputs: int, outputs: int, dtype: torch.dtype) -> Tile:
     """The tile of ``grouped_outer``: m of the inputs, n of the outputs, k rows."""
     if dtype == torch.float32:
         tile = Tile(64, 64, 32, 4, 3)
@@ -170,7 +170,7 @@ def run_outer(x: Tensor, grad: Tensor, offsets: Tensor, tile: Tile | None = None
     if tile is None and torch_outer_is_faster(*shape, x.dtype) and _torch_can(x, grad):
         return F.grouped_mm(x.t(), grad, offs=offsets)
     out = empty_matrices(x, groups, inputs, outputs)
-    tile = tile or outer_tile(*shape[1:], x.dtype)
+    tile = tile or outer_tile(inputs, outputs, x.dtype)
     splits = splits or outer_parts(*shape, tile)
     x_described = tile.descriptors and describable(x)
     grad_described = tile.descriptors and describable(grad)
@@ -208,14 +208,14 @@ def _torch_can(x: Tensor, grad: Tensor) -> bool:
 
     https://github.com/pytorch/pytorch/issues/172439
     """
-    hopper = x.is_cuda and torch.cuda.get_device_capability(x.device) == (9, 0)
+    hopper = x.is_cuda and capability(x.device) == (9, 0)
     return hopper and describable(x) and describable(grad)
 
 
 def describable(x: Tensor) -> bool:
     """Whether a tensor descriptor can read ``x``: contiguous rows, each aligned to 16 bytes."""
     aligned = all(stride > 0 and stride * x.element_size() % ALIGNMENT == 0 for stride in x.stride()[:-1])
-    able = x.device.type == "cpu" or torch.cuda.get_device_capability(x.device) >= (9, 0)
+    able = x.device.type == "cpu" or capability(x.device) >= (9, 0)
     return able and x.stride(-1) == 1 and aligned and x.data_ptr() % ALIGNMENT == 0
 
 

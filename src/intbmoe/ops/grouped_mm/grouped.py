@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from intbmoe.ops.grouped_mm import operations
-from intbmoe.ops.triton_support import ALIGNMENT, empty_matrices, empty_rows
+from intbmoe.ops.triton_support import ALIGNMENT, capability, empty_matrices, empty_rows
 
 
 def _run_mm(x: Tensor, weight: Tensor, offsets: Tensor, complete: bool) -> Tensor:
@@ -24,7 +24,7 @@ def _run_mm(x: Tensor, weight: Tensor, offsets: Tensor, complete: bool) -> Tenso
 
 def _run_outer(x: Tensor, grad: Tensor, offsets: Tensor) -> Tensor:
     out = F.grouped_mm(_aligned_rows(x).t(), _aligned_rows(grad), offs=offsets)
-    if x.is_cuda and torch.cuda.get_device_capability(x.device) >= (10, 0):
+    if x.is_cuda and capability(x.device) >= (10, 0):
         out.masked_fill_((offsets.diff(prepend=offsets.new_zeros(1)) == 0)[:, None, None], 0)
     return out
 

@@ -16,7 +16,7 @@ def merged_mm(z: Tensor, a: Tensor, weight: Tensor, limit: int) -> Tensor:
 
 def _merge(a: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
     experts, inputs, outputs = weight.shape
-    return (a @ weight.view(experts, -1)).view(-1, inputs, outputs).to(dtype)
+    return (a @ weight.reshape(experts, -1)).view(-1, inputs, outputs).to(dtype)
 
 
 class _MergedMM(Function):
@@ -32,7 +32,7 @@ class _MergedMM(Function):
     def backward(ctx, grad):
         z, a, weight = ctx.saved_tensors
         wide_weight = weight.to(a.dtype)
-        flat_weight = wide_weight.view(weight.shape[0], -1)
+        flat_weight = wide_weight.reshape(weight.shape[0], -1)
         flat_grad = torch.zeros_like(flat_weight) if ctx.needs_input_grad[2] else None
         z_grads, a_grads = [], []
         for z_part, a_part, grad_part in zip(
@@ -43,5 +43,5 @@ class _MergedMM(Function):
             a_grads.append(merged_grad @ flat_weight.t())
             if flat_grad is not None:
                 flat_grad = torch.addmm(flat_grad, a_part.t(), merged_grad)
-        weight_grad = None if flat_grad is None else flat_grad.view_as(weight).to(weight.dtype)
+        weight_grad = None if flat_grad is None else flat_grad.view(weight.shape).to(weight.dtype)
         return torch.cat(z_grads), torch.cat(a_grads), weight_grad, None

@@ -73,10 +73,7 @@ def run(
             setattr(problem, name, at(tensor))
     x = x if x.stride(1) == 1 else x.contiguous()
     problem.x, problem.x_stride, problem.shared_stride = address(x, dtype), x.stride(0), dim
-    problem.ids, problem.route_weights = (
-        address(ids, torch.int64),
-        address(route_weights := route_weights.contiguous(), dtype),
-    )
+    problem.ids, problem.route_weights = address(ids, torch.int64), address(route_weights, dtype)
     problem.y, problem.load = address(y, dtype), address(load, torch.int64)
     reference = ctypes.byref(problem)
     scratch = x.new_empty(LIBRARY.intbmoe_scratch_bytes(reference), dtype=torch.uint8)
