@@ -6,6 +6,7 @@ from interpreter import rerun
 
 TESTS = Path(__file__).parent.parent
 FILES = (
+    "ops/test_tiles.py",
     "ops/test_fused.py",
     "ops/test_fused_weights.py",
     "ops/test_cross_entropy.py",

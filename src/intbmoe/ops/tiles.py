@@ -159,8 +159,7 @@ def _allocate_sums(partials, ends, rows: int, own: int):
 def _run_sums(partials, ends, rows, own):
     sums, totals = _allocate_sums(partials, ends, rows, own)
     groups, width = ends.shape[0], partials.shape[1]
-    narrow = groups * ceil_div(own, NARROW_BLOCK[1]) <= MOST_NARROW and not INTERPRETING  # where they run one by one
-    tile, block = NARROW_BLOCK if narrow else WIDE_BLOCK
+    tile, block = NARROW_BLOCK if groups * ceil_div(own, NARROW_BLOCK[1]) <= MOST_NARROW else WIDE_BLOCK
     total_tile, total_block = TOTAL_BLOCK
     launch(
         _sum_partials, (groups * ceil_div(own, block) + ceil_div(width - own, total_block),),
@@ -188,6 +187,6 @@ def sum_programs(partials: Tensor) -> Tensor:
     sums = partials.new_empty(partials.shape[1:])
     count, width = len(partials), sums.numel()
     tile, block = TOTAL_BLOCK if ceil_div(width, TOTAL_BLOCK[1]) <= MOST_NARROW else NARROW_BLOCK
-    tile, block = min(power_of_2(count, 16), tile), 1024 if INTERPRETING else block
+    tile, block = min(power_of_2(count, 16), tile), 1024 if INTERPRETING else block  # its programs run one by one
     launch(_sum_programs, (ceil_div(width, block),), partials, sums, count, width, TILE=tile, BLOCK=block, num_warps=8)
     return sums
