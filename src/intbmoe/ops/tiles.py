@@ -19,8 +19,9 @@ from intbmoe.ops.overlap import begin
 from intbmoe.ops.triton_support import ceil_div, power_of_2
 
 ENOUGH_WARPS = 1000  # to keep a large GPU busy
-NARROW_BLOCK, WIDE_BLOCK, TOTAL_BLOCK = (256, 32), (32, 128), (512, 16)
-"""Rows and columns that are added at a time; the narrower, the more programs there are."""
+NARROW_BLOCK, WIDE_BLOCK, TOTAL_BLOCK, NARROWEST_BLOCK = (256, 32), (32, 128), (512, 16), (1024, 8)
+"""Rows and columns that are added at a time; the narrower, the more programs there are. Eight columns are the least
+that a GPU reads from memory."""
 MOST_NARROW = 512
 """Narrow programs hold many numbers, so that a large GPU runs only about 264 of them at a time."""
 _ASSEMBLY = tl.constexpr(not INTERPRETING)
@@ -186,7 +187,7 @@ def sum_programs(partials: Tensor) -> Tensor:
     """(programs, …) contiguous float32 → (…), ``partials.sum(0)`` in a fixed order; torch is slow for few columns."""
     sums = partials.new_empty(partials.shape[1:])
     count, width = len(partials), sums.numel()
-    tile, block = TOTAL_BLOCK if ceil_div(width, TOTAL_BLOCK[1]) <= MOST_NARROW else NARROW_BLOCK
+    tile, block = NARROWEST_BLOCK if ceil_div(width, NARROWEST_BLOCK[1]) <= MOST_NARROW else NARROW_BLOCK
     tile, block = min(power_of_2(count, 16), tile), 1024 if INTERPRETING else block  # its programs run one by one
     launch(_sum_programs, (ceil_div(width, block),), partials, sums, count, width, TILE=tile, BLOCK=block, num_warps=8)
     return sums

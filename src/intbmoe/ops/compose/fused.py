@@ -5,16 +5,19 @@ It is as exact as in float32, but made of several products on tensor cores: thre
 arithmetic is the bottleneck (twice as fast on an H200).
 
 **Few rows** (P·K ≤ ``FEW_ROWS``): the product is skinny. The pool is read once and the blocks are written once.
-Backward likewise reads the blocks' gradient and the pool once, and writes the pool's gradient. Each of its programs
-loops over columns, loads ahead, and keeps its own sum of the coefficients' gradient.
 
-**Many rows** would not fit into a program's registers. Each program computes a tile of them, and backward is two
-products: one for the pool, one for the coefficients. Tiles of the same columns run at the same time and share them in
-the L2 cache. If there is little to compute, both products are one launch, because neither would fill a large GPU.
+**Many rows** would not fit into a program's registers. Each program computes a tile of them. Tiles of the same columns
+run at the same time and share them in the L2 cache.
 
 **Many rows of few bases** (E ≤ ``FEW_BASES``): tensor cores, which take 16 bases at a time, would multiply mostly
-zeros, and there is less to multiply than to write. So each base is multiplied and added separately, and backward is one
-kernel.
+zeros, and there is less to multiply than to write. So each base is multiplied and added separately.
+
+**Backward** has two products: αᵀ times the blocks' gradient for the pool, and the blocks' gradient times the pool for
+the coefficients. If the gradient is bfloat16, three products in bfloat16 are as exact as in float32, because only the
+other factor must be cut into pieces. Up to ``ONE_PASS_ROWS`` rows, a program holds all of them and reads the gradient
+and the pool once for both products. It loops over columns, loads ahead, and keeps its own sum of the coefficients'
+gradient. More rows of few bases are taken a tile of rows at a time, also in one pass. Otherwise the two products are
+two launches.
 
 A program computes ``columns`` of one line of the matrices. If lines do not start at multiples of 16 bytes and most of
 the memory traffic is the pool's, it computes that many entries of a whole matrix instead (``FLAT``), so that it reads
@@ -36,46 +39,51 @@ from intbmoe.ops.operation import define, schema_of
 from intbmoe.ops.tiles import sum_programs
 from intbmoe.ops.triton_support import ALIGNMENT, ceil_div, empty_matrices, in_rows, power_of_2
 
-BACKWARD_PROGRAMS = 1056  # per 32 bases: as many as an H200 runs at once. The same on all devices, as sums depend on it
-FEW_ROWS, FEW_BASES = 16, 4
+FEW_ROWS, ONE_PASS_ROWS, FEW_BASES = 16, 64, 4
 
 
 class Cut(NamedTuple):
-    """What a program computes at a time, less if there are fewer rows or bases."""
+    """What a program computes at a time, less if there are fewer rows, bases or columns."""
 
     rows: int
     bases: int
     columns: int
     warps: int
     precision: str = "tf32x3"
-    items: int = 1  # at least this many for each program that leaves a partial sum
+    least_rows: int = 16  # tensor cores take 16 rows and, in backward, 8 bases
+    least_bases: int = 16
+    programs: int = 0  # that leave partial sums: at most this many. The same on all devices, as sums depend on it
 
 
 # Measured on an H200, except for the first.
-FEW_BASES_CUT = Cut(rows=16, bases=1, columns=256, warps=4)
-FEW_BASES_BACKWARD_CUT = Cut(rows=16, bases=1, columns=128, warps=1)
+FEW_BASES_CUT = Cut(rows=16, bases=1, columns=256, warps=4, least_rows=1, least_bases=1)
+FEW_BASES_BACKWARD_CUT = Cut(rows=16, bases=1, columns=128, warps=1, least_rows=1, least_bases=1)
 FEW_ROWS_CUT = Cut(rows=16, bases=32, columns=128, warps=2)
-FEW_ROWS_BACKWARD_CUT = Cut(rows=16, bases=32, columns=128, warps=1)
 SOME_ROWS_CUT = Cut(rows=32, bases=16, columns=128, warps=2)
 MANY_ROWS_CUT = Cut(rows=64, bases=32, columns=128, warps=4, precision="bf16x6")
 POOL_CUT = Cut(rows=32, bases=64, columns=128, warps=4, precision="bf16x6")
-SOME_COEFFICIENTS_CUT = Cut(rows=32, bases=32, columns=64, warps=2)
-COEFFICIENTS_CUT = Cut(rows=64, bases=64, columns=64, warps=4, precision="bf16x6")
+COEFFICIENTS_CUT = Cut(rows=64, bases=64, columns=64, warps=4, precision="bf16x6", programs=1056)
+
+# Chosen by registers and instructions, and for as many programs as an H200 runs at once; only these were measured there.
+# With 32 rows instead of 64, warps would compute the same numbers more than once.
+FEW_ROWS_BACKWARD_CUT = Cut(rows=16, bases=16, columns=64, warps=1, least_bases=8, programs=1584)
+ONE_PASS_CUT = Cut(rows=64, bases=16, columns=64, warps=4, least_rows=64, least_bases=8, programs=528)
+ONE_PASS_MANY_BASES_CUT = Cut(rows=64, bases=64, columns=64, warps=4, least_rows=64, programs=264)
+ONE_PASS_BASES = 32
+"""With more bases, a program of one pass takes more of them, because each tile of bases reads the gradient again."""
+FEW_WARPS, SMALL_BACKWARD_COLUMNS = 1000, 32
+"""A pass of fewer warps than this gets smaller programs, and so does one over wider types, for want of registers."""
+BIAS_COLUMNS = 32  # fewer than of a matrix: biases' gradients are float32, which takes more registers
 
 SMALL_MATRIX = 200_000
-"""Matrices with at most this many entries get smaller programs, so that there are enough of them for a large GPU.
-192 × 768 became faster; larger matrices were not tried. The same on all devices, as sums depend on it."""
+"""Matrices with at most this many entries are composed by smaller programs, so that there are enough of them for a
+large GPU. 192 × 768 became faster; larger matrices were not tried."""
 SMALL_COLUMNS = 64
-SMALL_FEW_ROWS_BACKWARD_CUT = Cut(rows=16, bases=32, columns=32, warps=1, items=2)
-SMALL_BACKWARD_CUT = Cut(rows=64, bases=64, columns=64, warps=4, precision="bf16x6", items=4)
-SMALL_SOME_BASES_BACKWARD_CUT = Cut(rows=64, bases=16, columns=64, warps=2, items=4)
-SOME_BASES = 16
 
 THREE_TILES, THREE_TILES_BASES = 48, 65
-"""At most this many rows, with at least this many bases, are cut into three tiles of 16; a quarter of one tile of 64
+"""At most this many rows, with at least this many bases, are composed in three tiles of 16; a quarter of one tile of 64
 would be empty. Tried with 200 bases; with 48 bases and 24 rows, tiles of 16 were slower than one of 32."""
 THREE_TILES_CUT = Cut(rows=16, bases=16, columns=128, warps=2)
-THREE_TILES_BACKWARD_CUT = Cut(rows=16, bases=32, columns=64, warps=1, items=4)
 
 
 def _few_bases(rows: int, bases: int) -> bool:
@@ -99,14 +107,14 @@ def _forward_cut(rows: int, pool: Tensor) -> Cut:
     return cut._replace(columns=SMALL_COLUMNS) if _small(pool) else cut
 
 
-def _many_rows_launches(rows: int, pool: Tensor) -> list[tuple[Cut, str]]:
-    """The launches, each a cut and what it computes: both gradients, or only one where two launches are faster."""
-    if _small(pool) and rows <= SMALL_BACKWARD_CUT.rows and len(pool) <= SMALL_BACKWARD_CUT.bases:
-        return [(SMALL_SOME_BASES_BACKWARD_CUT if len(pool) <= SOME_BASES else SMALL_BACKWARD_CUT, "both")]
-    if _three_tiles(rows, len(pool)):
-        return [(THREE_TILES_BACKWARD_CUT, "both")]
-    coefficients = SOME_COEFFICIENTS_CUT if rows <= SOME_COEFFICIENTS_CUT.rows else COEFFICIENTS_CUT
-    return [(coefficients, "coefficients"), (POOL_CUT, "pool")]
+def _one_pass_cut(rows: int, pool: Tensor, dtype: torch.dtype) -> Cut:
+    if rows <= FEW_ROWS:
+        cut = FEW_ROWS_BACKWARD_CUT
+    else:
+        cut = ONE_PASS_CUT if len(pool) <= ONE_PASS_BASES else ONE_PASS_MANY_BASES_CUT
+    warps = ceil_div(_size(pool), cut.columns) * ceil_div(len(pool), cut.bases) * cut.warps
+    small = warps < FEW_WARPS or dtype != torch.bfloat16
+    return cut._replace(columns=SMALL_BACKWARD_COLUMNS) if small else cut
 
 
 def _sizes(
@@ -116,7 +124,6 @@ def _sizes(
     """Launch arguments for a ``cut``; ``passes`` counts reads and writes of the pool or of a tensor of its size."""
     (blocks, bases), width = value.shape, pool.shape[2]
     paths = 1 if gate is None else 2
-    least = 1 if cut.bases == 1 else 16  # the fewest that tensor cores take
     odd = width % (ALIGNMENT // pool.element_size()) != 0 and pool.shape[1] > 1
     flat = odd and passes * bases * pool.element_size() > paths * blocks * composed.element_size()
     return {
@@ -127,9 +134,10 @@ def _sizes(
         "BLOCKS": blocks,
         "PATHS": paths,
         "E": bases,
-        "ROWS": min(power_of_2(paths * blocks, least), cut.rows),
-        "STEP": min(power_of_2(bases, least), cut.bases),
+        "ROWS": min(power_of_2(paths * blocks, cut.least_rows), cut.rows),
+        "STEP": min(power_of_2(bases, cut.least_bases), cut.bases),
         "BLOCK": cut.columns if flat else min(cut.columns, power_of_2(width, 16)),
+        "BIAS_BLOCK": min(BIAS_COLUMNS, power_of_2(width, 16)),
         "FLAT": flat,
         "PRECISION": "ieee" if INTERPRETING else cut.precision,  # the interpreter does not know bf16x6
         "num_warps": cut.warps,
@@ -148,7 +156,7 @@ def _items(pool: Tensor, sizes: dict[str, Any]) -> int:
 
 
 def _bias_items(bias: Tensor | None, sizes: dict[str, Any]) -> int:
-    return 0 if bias is None else ceil_div(sizes["WIDTH"], sizes["BLOCK"])
+    return 0 if bias is None else ceil_div(sizes["WIDTH"], sizes["BIAS_BLOCK"])
 
 
 def _row_tiles(sizes: dict[str, Any]) -> int:
@@ -157,6 +165,11 @@ def _row_tiles(sizes: dict[str, Any]) -> int:
 
 def _base_tiles(sizes: dict[str, Any]) -> int:
     return ceil_div(sizes["E"], sizes["STEP"])
+
+
+def _programs(items: int, tiles: int, cut: Cut) -> int:
+    """Return how many programs loop over the items of each tile; all get the same number of items, give or take one."""
+    return ceil_div(items, ceil_div(items, ceil_div(cut.programs, tiles)))
 
 
 def _laid_out(*tensors: Tensor | None) -> list[Tensor | None]:
@@ -188,7 +201,17 @@ def _run_backward(grad, bias_grad, value, gate, pool, bias, factor):
     bias_grad = None if bias is None else in_rows(bias_grad)
     grads, paths, bases, found = (grad, bias_grad), (value, gate), (pool, bias), (pool_grad, bias_pool_grad)
     end = factor, _size(pool)
-    if _few_bases(*sums.shape):
+    if len(sums) <= ONE_PASS_ROWS:
+        cut = _one_pass_cut(len(sums), pool, grad.dtype)
+        sizes = _sizes(*paths, pool, *grads, cut, passes=2)
+        items, tiles = _items(pool, sizes), _base_tiles(sizes)
+        programs = _programs(items, tiles, cut)
+        partials = sums.new_empty(programs + _bias_items(bias, sizes), *sums.shape)
+        launch(
+            kernels.one_pass_backward, (len(partials), tiles),
+            *grads, *paths, *bases, *found, partials, *end, items, programs, **sizes,
+        )  # fmt: skip
+    elif _few_bases(*sums.shape):
         sizes = _sizes(*paths, pool, *grads, FEW_BASES_BACKWARD_CUT, passes=2)
         items = _items(pool, sizes)
         partials = sums.new_empty(items + _bias_items(bias, sizes), *sums.shape)
@@ -196,33 +219,21 @@ def _run_backward(grad, bias_grad, value, gate, pool, bias, factor):
             kernels.few_bases_backward, (len(partials),),
             *grads, *paths, *bases, *found, partials, *end, items, **sizes,
         )  # fmt: skip
-    elif len(sums) <= FEW_ROWS:
-        cut = SMALL_FEW_ROWS_BACKWARD_CUT if _small(pool) else FEW_ROWS_BACKWARD_CUT
-        sizes = _sizes(*paths, pool, *grads, cut, passes=2)
-        sizes["BLOCK"] = min(sizes["BLOCK"], 2048 // sizes["STEP"])  # more would not fit into registers
-        items = _items(pool, sizes)
-        programs = min(ceil_div(items, cut.items), BACKWARD_PROGRAMS)
+    else:
+        sizes = _sizes(*paths, pool, *grads, COEFFICIENTS_CUT)
+        items, tiles = _items(pool, sizes), _row_tiles(sizes) * _base_tiles(sizes)
+        programs = _programs(items, tiles, COEFFICIENTS_CUT)
         partials = sums.new_empty(programs + _bias_items(bias, sizes), *sums.shape)
         launch(
-            kernels.few_rows_backward, (len(partials), _base_tiles(sizes)),
-            *grads, *paths, *bases, *found, partials, *end, items, programs, **sizes,
+            kernels.coefficients_backward, (len(partials) * tiles,),
+            *grads, pool, bias, partials, *end, items, programs, **sizes,
         )  # fmt: skip
-    else:
-        programs = 0
-        for cut, gradients in _many_rows_launches(len(sums), pool):
-            sizes = _sizes(*paths, pool, *grads, cut)
-            items, more, base_tiles = _items(pool, sizes), _bias_items(bias, sizes), _base_tiles(sizes)
-            first = 0  # first program for the pool's gradient; those before it compute the coefficients'
-            if gradients != "pool":
-                tiles = _row_tiles(sizes) * base_tiles
-                programs = min(ceil_div(items, cut.items), ceil_div(BACKWARD_PROGRAMS, tiles))
-                partials = sums.new_empty(programs + more, *sums.shape)
-                first = len(partials) * tiles
-            grid = (first + (0 if gradients == "coefficients" else (items + more) * base_tiles),)
-            launch(
-                kernels.many_rows_backward, grid,
-                *grads, *paths, *bases, *found, partials, *end, items, programs, first, **sizes, GRADIENTS=gradients,
-            )  # fmt: skip
+        sizes = _sizes(*paths, pool, *grads, POOL_CUT)
+        items = _items(pool, sizes)
+        launch(
+            kernels.pool_backward, ((items + _bias_items(bias, sizes)) * _base_tiles(sizes),),
+            *grads, *paths, *found, *end, items, **sizes,
+        )  # fmt: skip
     return sum_programs(partials), *found
 
 

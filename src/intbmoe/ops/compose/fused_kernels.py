@@ -13,6 +13,17 @@ import triton
 import triton.language as tl
 
 from intbmoe.ops.overlap import begin
+from intbmoe.ops.pieces import multiply_short
+
+
+@triton.jit
+def _product(a, b, total, PRECISION: tl.constexpr):
+    """``total + a @ b``, as exact as in float32."""
+    if a.dtype == tl.bfloat16 or b.dtype == tl.bfloat16:
+        total = multiply_short(a, b, total)
+    else:
+        total = tl.dot(a.to(tl.float32), b.to(tl.float32), total, input_precision=PRECISION)
+    return total
 
 
 @triton.jit
@@ -90,7 +101,7 @@ def compose_forward(
     value, gate, pool, bias, out, bias_out, factor, size, items,
     WIDTH: tl.constexpr, ROW_STRIDE: tl.constexpr, BLOCK_STRIDE: tl.constexpr, BIAS_STRIDE: tl.constexpr,
     BLOCKS: tl.constexpr, PATHS: tl.constexpr, E: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr,
-    BLOCK: tl.constexpr, FLAT: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK: tl.constexpr, BIAS_BLOCK: tl.constexpr, FLAT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     begin()
     tiles: tl.constexpr = (PATHS * BLOCKS + ROWS - 1) // ROWS
@@ -104,12 +115,12 @@ def compose_forward(
     elif bias is not None:
         _compose_item(
             value, gate, bias, bias_out, factor, WIDTH, item - items, first_row,
-            WIDTH, 0, BIAS_STRIDE, BLOCKS, PATHS, E, ROWS, STEP, BLOCK, False, PRECISION,
+            WIDTH, 0, BIAS_STRIDE, BLOCKS, PATHS, E, ROWS, STEP, BIAS_BLOCK, False, PRECISION,
         )  # fmt: skip
 
 
 @triton.jit
-def _few_rows_items(
+def _one_pass_items(
     grad, value, gate, pool, pool_grad, partials, factor, size, first_item, end_item, step_item,
     WIDTH: tl.constexpr, ROW_STRIDE: tl.constexpr, BLOCK_STRIDE: tl.constexpr,
     BLOCKS: tl.constexpr, PATHS: tl.constexpr, E: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr,
@@ -123,36 +134,37 @@ def _few_rows_items(
     for item in tl.range(first_item, end_item, step_item, num_stages=2):
         entry, place, inside = _entries(item, size, WIDTH, ROW_STRIDE, BLOCK, FLAT)
         composed, there = _composed(grad, 0, place, inside, WIDTH, BLOCK_STRIDE, BLOCKS, PATHS, ROWS)
-        dblocks = tl.load(composed, mask=there, other=0.0).to(tl.float32)
+        dblocks = tl.load(composed, mask=there, other=0.0)
         source, known = _matrices(pool, first, entry, inside, size, E, STEP)
-        matrix = tl.load(source, mask=known, other=0.0).to(tl.float32)
-        dpool = tl.dot(alpha, dblocks, input_precision=PRECISION)
+        matrix = tl.load(source, mask=known, other=0.0)
+        dpool = _product(alpha, dblocks, tl.zeros([STEP, BLOCK], dtype=tl.float32), PRECISION)
         target, _ = _matrices(pool_grad, first, entry, inside, size, E, STEP)
         tl.store(target, dpool.to(pool_grad.dtype.element_ty), mask=known)
-        dalpha = tl.dot(dblocks, tl.trans(matrix), dalpha, input_precision=PRECISION)
+        # Tensor cores round sums towards zero, so the items' sums are added outside.
+        dalpha += _product(dblocks, tl.trans(matrix), tl.zeros([ROWS, STEP], dtype=tl.float32), PRECISION)
     partial = partials + (tl.program_id(0).to(tl.int64) * PATHS * BLOCKS + row[:, None]) * E + base[None, :]
     tl.store(partial, dalpha * factor, mask=(row < PATHS * BLOCKS)[:, None] & (base < E)[None, :])
 
 
 @triton.jit
-def few_rows_backward(
+def one_pass_backward(
     grad, bias_grad, value, gate, pool, bias, pool_grad, bias_pool_grad, partials, factor, size, items, programs,
     WIDTH: tl.constexpr, ROW_STRIDE: tl.constexpr, BLOCK_STRIDE: tl.constexpr, BIAS_STRIDE: tl.constexpr,
     BLOCKS: tl.constexpr, PATHS: tl.constexpr, E: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr,
-    BLOCK: tl.constexpr, FLAT: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK: tl.constexpr, BIAS_BLOCK: tl.constexpr, FLAT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     begin()
     program = tl.program_id(0)
     if program < programs:
-        _few_rows_items(
+        _one_pass_items(
             grad, value, gate, pool, pool_grad, partials, factor, size, program, items, programs,
             WIDTH, ROW_STRIDE, BLOCK_STRIDE, BLOCKS, PATHS, E, ROWS, STEP, BLOCK, FLAT, PRECISION,
         )  # fmt: skip
     elif bias is not None:
         item = program - programs
-        _few_rows_items(
+        _one_pass_items(
             bias_grad, value, gate, bias, bias_pool_grad, partials, factor, WIDTH, item, item + 1, 1,
-            WIDTH, 0, BIAS_STRIDE, BLOCKS, PATHS, E, ROWS, STEP, BLOCK, False, PRECISION,
+            WIDTH, 0, BIAS_STRIDE, BLOCKS, PATHS, E, ROWS, STEP, BIAS_BLOCK, False, PRECISION,
         )  # fmt: skip
 
 
@@ -168,20 +180,22 @@ def _pool_item(
     for first_row in range(0, PATHS * BLOCKS, ROWS):
         alpha = tl.trans(_coefficients(value, gate, factor, first_row, first, BLOCKS, E, ROWS, STEP))
         composed, there = _composed(grad, first_row, place, inside, WIDTH, BLOCK_STRIDE, BLOCKS, PATHS, ROWS)
-        dblocks = tl.load(composed, mask=there, other=0.0).to(tl.float32)
-        total = tl.dot(alpha, dblocks, total, input_precision=PRECISION)
+        dblocks = tl.load(composed, mask=there, other=0.0)
+        total = _product(alpha, dblocks, total, PRECISION)
     target, known = _matrices(pool_grad, first, entry, inside, size, E, STEP)
     tl.store(target, total.to(pool_grad.dtype.element_ty), mask=known)
 
 
 @triton.jit
-def _pool_program(
-    program, grad, bias_grad, value, gate, pool_grad, bias_pool_grad, factor, size, items,
+def pool_backward(
+    grad, bias_grad, value, gate, pool_grad, bias_pool_grad, factor, size, items,
     WIDTH: tl.constexpr, ROW_STRIDE: tl.constexpr, BLOCK_STRIDE: tl.constexpr, BIAS_STRIDE: tl.constexpr,
     BLOCKS: tl.constexpr, PATHS: tl.constexpr, E: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr,
-    BLOCK: tl.constexpr, FLAT: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK: tl.constexpr, BIAS_BLOCK: tl.constexpr, FLAT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Compute the gradient of one item of the pool or of its biases."""
+    begin()
+    program = tl.program_id(0)
     tiles: tl.constexpr = (E + STEP - 1) // STEP
     first = program % tiles * STEP
     item = program // tiles
@@ -193,7 +207,7 @@ def _pool_program(
     elif bias_grad is not None:
         _pool_item(
             bias_grad, value, gate, bias_pool_grad, factor, WIDTH, item - items, first,
-            WIDTH, 0, BIAS_STRIDE, BLOCKS, PATHS, E, ROWS, STEP, BLOCK, False, PRECISION,
+            WIDTH, 0, BIAS_STRIDE, BLOCKS, PATHS, E, ROWS, STEP, BIAS_BLOCK, False, PRECISION,
         )  # fmt: skip
 
 
@@ -208,23 +222,25 @@ def _coefficient_items(
     for item in tl.range(first_item, end_item, step_item, num_stages=2):
         entry, place, inside = _entries(item, size, WIDTH, ROW_STRIDE, BLOCK, FLAT)
         composed, there = _composed(grad, first_row, place, inside, WIDTH, BLOCK_STRIDE, BLOCKS, PATHS, ROWS)
-        dblocks = tl.load(composed, mask=there, other=0.0).to(tl.float32)
+        dblocks = tl.load(composed, mask=there, other=0.0)
         source, known = _matrices(pool, first, entry, inside, size, E, STEP)
-        matrix = tl.load(source, mask=known, other=0.0).to(tl.float32)
-        total = tl.dot(dblocks, tl.trans(matrix), total, input_precision=PRECISION)
+        matrix = tl.load(source, mask=known, other=0.0)
+        total += _product(dblocks, tl.trans(matrix), tl.zeros([ROWS, STEP], dtype=tl.float32), PRECISION)
     row, base = first_row + tl.arange(0, ROWS), first + tl.arange(0, STEP)
     place = partial + row[:, None] * E + base[None, :]
     tl.store(place, total * factor, mask=(row < PATHS * BLOCKS)[:, None] & (base < E)[None, :])
 
 
 @triton.jit
-def _coefficient_program(
-    program, grad, bias_grad, pool, bias, partials, factor, size, items, programs,
+def coefficients_backward(
+    grad, bias_grad, pool, bias, partials, factor, size, items, programs,
     WIDTH: tl.constexpr, ROW_STRIDE: tl.constexpr, BLOCK_STRIDE: tl.constexpr, BIAS_STRIDE: tl.constexpr,
     BLOCKS: tl.constexpr, PATHS: tl.constexpr, E: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr,
-    BLOCK: tl.constexpr, FLAT: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK: tl.constexpr, BIAS_BLOCK: tl.constexpr, FLAT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Compute a partial sum of one tile of the coefficients' gradient, over some items or one item of the biases."""
+    begin()
+    program = tl.program_id(0)
     row_tiles: tl.constexpr = (PATHS * BLOCKS + ROWS - 1) // ROWS
     base_tiles: tl.constexpr = (E + STEP - 1) // STEP
     first = program % base_tiles * STEP
@@ -239,29 +255,7 @@ def _coefficient_program(
     elif bias is not None:
         _coefficient_items(
             bias_grad, bias, partial, factor, WIDTH, number - programs, number - programs + 1, 1, first_row, first,
-            WIDTH, 0, BIAS_STRIDE, BLOCKS, PATHS, E, ROWS, STEP, BLOCK, False, PRECISION,
-        )  # fmt: skip
-
-
-@triton.jit
-def many_rows_backward(
-    grad, bias_grad, value, gate, pool, bias, pool_grad, bias_pool_grad, partials, factor, size, items, programs, first,
-    WIDTH: tl.constexpr, ROW_STRIDE: tl.constexpr, BLOCK_STRIDE: tl.constexpr, BIAS_STRIDE: tl.constexpr,
-    BLOCKS: tl.constexpr, PATHS: tl.constexpr, E: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr,
-    BLOCK: tl.constexpr, FLAT: tl.constexpr, PRECISION: tl.constexpr, GRADIENTS: tl.constexpr,
-):  # fmt: skip
-    """``GRADIENTS`` is "pool", "coefficients" or "both"; with "both", programs from ``first`` on compute the pool's."""
-    begin()
-    program = tl.program_id(0)
-    if GRADIENTS != "pool" and program < first:
-        _coefficient_program(
-            program, grad, bias_grad, pool, bias, partials, factor, size, items, programs,
-            WIDTH, ROW_STRIDE, BLOCK_STRIDE, BIAS_STRIDE, BLOCKS, PATHS, E, ROWS, STEP, BLOCK, FLAT, PRECISION,
-        )  # fmt: skip
-    if GRADIENTS != "coefficients" and program >= first:
-        _pool_program(
-            program - first, grad, bias_grad, value, gate, pool_grad, bias_pool_grad, factor, size, items,
-            WIDTH, ROW_STRIDE, BLOCK_STRIDE, BIAS_STRIDE, BLOCKS, PATHS, E, ROWS, STEP, BLOCK, FLAT, PRECISION,
+            WIDTH, 0, BIAS_STRIDE, BLOCKS, PATHS, E, ROWS, STEP, BIAS_BLOCK, False, PRECISION,
         )  # fmt: skip
 
 
@@ -301,7 +295,7 @@ def few_bases_backward(
     grad, bias_grad, value, gate, pool, bias, pool_grad, bias_pool_grad, partials, factor, size, items,
     WIDTH: tl.constexpr, ROW_STRIDE: tl.constexpr, BLOCK_STRIDE: tl.constexpr, BIAS_STRIDE: tl.constexpr,
     BLOCKS: tl.constexpr, PATHS: tl.constexpr, E: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr,
-    BLOCK: tl.constexpr, FLAT: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK: tl.constexpr, BIAS_BLOCK: tl.constexpr, FLAT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     begin()
     item = tl.program_id(0)
@@ -313,5 +307,5 @@ def few_bases_backward(
     elif bias is not None:
         _few_bases_item(
             bias_grad, value, gate, bias, bias_pool_grad, partials, factor, WIDTH, item - items,
-            WIDTH, 0, BIAS_STRIDE, BLOCKS, PATHS, E, ROWS, STEP, BLOCK, False, PRECISION,
+            WIDTH, 0, BIAS_STRIDE, BLOCKS, PATHS, E, ROWS, STEP, BIAS_BLOCK, False, PRECISION,
         )  # fmt: skip

@@ -1,7 +1,13 @@
 """Both of the router's products and the cast of its tokens in one Triton kernel forward and one backward.
 
 Products are as exact as in float32, so that rounding does not change the routing: each is three TF32 products on tensor
-cores. Backward also adds the gradient of the cast tokens to its own. Sums over tokens are taken in a fixed order.
+cores or, in backward, six in bfloat16. These take fewer registers and instructions, because Hopper's tensor cores
+read transposed matrices in bfloat16 but not in TF32, and because what is split once serves several products.
+
+Backward has programs for the gradient of tokens, to which they add that of the cast tokens, and others that sum the
+gradients of parameters over a chunk of tokens. Both compute the hidden layer's gradient, which takes less time than to
+store it and wait for it. They are one launch: with few tokens, neither would fill a large GPU. Sums over tokens are
+taken in a fixed order.
 """
 
 import torch
@@ -11,22 +17,32 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from intbmoe.ops.launch import launch
-from intbmoe.ops.operation import define
+from intbmoe.ops.operation import define, schema_of
 from intbmoe.ops.overlap import begin
+from intbmoe.ops.pieces import multiply_pieces, split, transposed
 from intbmoe.ops.tiles import power_below, sum_programs
 from intbmoe.ops.triton_support import ceil_div, multiprocessors, power_of_2, shared_memory
 from intbmoe.precision import autocast_off, wide
 
 TOKENS, INPUTS, WARPS, STAGES = 64, 32, 4, 3
-"""A program's tokens, its inputs per step, warps and stages. Measured on an H200, like the values below."""
+"""A program's tokens, its inputs per step, warps and stages, measured on an H200."""
 FEW_TOKENS, FEW_INPUTS = 16, 64
 """Tokens and inputs if the device has a multiprocessor for each such program: then only one program's time counts."""
-BACKWARD_TILES, BACKWARD_WARPS = 16, 4
-BACKWARD, BACKWARD_SMALL = (32, 64, 2), (16, 32, 1)
-"""A program's tokens per step, inputs and stages; the second for GPUs with too little shared memory for the first."""
+BACKWARD_TOKENS, BACKWARD_SPAN, BACKWARD_WARPS = 64, 256, 4
+"""Tokens, inputs and warps of a program for the tokens' gradient. Backward's values were chosen by registers and
+instructions; on an H200, only these were measured."""
+BACKWARD_SHARED, BACKWARD_SMALL = 200_000, 32
+"""GPUs with fewer bytes of shared memory multiply from registers, which do not suffice for more tokens than the second.
+Hopper's fastest instructions, which read shared memory, need 64 tokens."""
+BACKWARD_INPUTS, BACKWARD_STAGES = 64, 3
+BACKWARD_WIDE = 32, 2
+"""Inputs and stages of all programs' steps; the second with more than 64 hidden units, so that small GPUs have enough
+shared memory. On an H200, the first leave room for three programs on a multiprocessor."""
+ROWS, TILES = 32, 16
+"""Tokens of a step, and steps, of a program that sums parameters' gradients. The same on all devices, as sums
+depend on it."""
 BACKWARD_CHOICES = 64
 """With more of them the backward kernel would run out of registers, and torch's products are faster."""
-BACKWARD_SHARED = 200_000  # bytes
 ENOUGH_PROGRAMS = 512  # to keep a large GPU busy
 
 
@@ -70,61 +86,124 @@ def _forward(
 
 
 @triton.jit
-def _gradients(grad, hidden, row, there, unit, choice, H: tl.constexpr, K: tl.constexpr):
+def _score_weight(w2, H: tl.constexpr, K: tl.constexpr, HIDDEN: tl.constexpr, CHOICES: tl.constexpr):
+    unit, choice = tl.arange(0, HIDDEN), tl.arange(0, CHOICES)
+    known = (choice < K)[:, None] & (unit < H)[None, :]
+    return split(tl.load(w2 + choice[:, None] * H + unit[None, :], mask=known, other=0.0).to(tl.float32))
+
+
+@triton.jit
+def _loaded(grad, hidden, row, there, H: tl.constexpr, K: tl.constexpr, HIDDEN: tl.constexpr, CHOICES: tl.constexpr):
     """A tile of the scores' gradient, and of the hidden layer."""
+    unit, choice = tl.arange(0, HIDDEN), tl.arange(0, CHOICES)
     ds = tl.load(grad + row[:, None] * K + choice[None, :], mask=there & (choice < K)[None, :], other=0.0)
     h = tl.load(hidden + row[:, None] * H + unit[None, :], mask=there & (unit < H)[None, :], other=0.0)
     return ds, h
 
 
 @triton.jit
-def _backward(
-    grad, token_grad, x, w1, w2, hidden, x_grad, sums, count,
+def _token_program(
+    program, grad, token_grad, w1, w2, hidden, x_grad, count,
     D: tl.constexpr, H: tl.constexpr, K: tl.constexpr, HIDDEN: tl.constexpr, CHOICES: tl.constexpr,
-    TOKENS: tl.constexpr, INPUTS: tl.constexpr, TILES: tl.constexpr,
+    TOKENS: tl.constexpr, INPUTS: tl.constexpr, SPAN: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """``sums`` (programs, H·D + H + K·H + K) are those of weights and biases, the hidden layer's first."""
-    begin()
-    chunk, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    """Compute the gradient of ``SPAN`` inputs of some tokens."""
+    spans: tl.constexpr = (D + SPAN - 1) // SPAN
+    row = (program // spans).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
+    there = (row < count)[:, None]
     unit = tl.arange(0, HIDDEN)
-    choice = tl.arange(0, CHOICES)
-    own_sums = sums + chunk * (H * (D + 1) + K * (H + 1))
+    ds, h = _loaded(grad, hidden, row, there, H, K, HIDDEN, CHOICES)
+    score_weight = _score_weight(w2, H, K, HIDDEN, CHOICES)
+    dh = split(tl.where(h > 0, multiply_pieces(split(ds), score_weight), 0.0))
+    start = program % spans * SPAN
+    for first in tl.range(start, min(start + SPAN, D), INPUTS, num_stages=STAGES):
+        k = first + tl.arange(0, INPUTS)
+        known = (unit < H)[:, None] & (k < D)[None, :]
+        weight = tl.load(w1 + unit[:, None] * D + k[None, :], mask=known, other=0.0).to(tl.float32)
+        dx = multiply_pieces(dh, split(weight))
+        mask = there & (k < D)[None, :]
+        place = row[:, None] * D + k[None, :]
+        if token_grad is not None:
+            dx += tl.load(token_grad + place, mask=mask, other=0.0).to(tl.float32)
+        tl.store(x_grad + place, dx.to(x_grad.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _weight_program(
+    chunk, part, grad, x, w2, hidden, partial, count,
+    D: tl.constexpr, H: tl.constexpr, K: tl.constexpr, HIDDEN: tl.constexpr, CHOICES: tl.constexpr,
+    ROWS: tl.constexpr, INPUTS: tl.constexpr, TILES: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Sum the gradient of ``INPUTS`` columns of the hidden layer's weight over a chunk of tokens."""
+    unit = tl.arange(0, HIDDEN)
     k = part * INPUTS + tl.arange(0, INPUTS)
-    known = (choice < K)[:, None] & (unit < H)[None, :]
-    score_weight = tl.load(w2 + choice[:, None] * H + unit[None, :], mask=known, other=0.0).to(tl.float32)
-    if part < tl.cdiv(D, INPUTS):
-        own = (unit < H)[:, None] & (k < D)[None, :]
-        weight = tl.load(w1 + unit[:, None] * D + k[None, :], mask=own, other=0.0).to(tl.float32)
-        weight_sum = tl.zeros([HIDDEN, INPUTS], dtype=tl.float32)
-        for tile in range(TILES):
-            row = (chunk * TILES + tile) * TOKENS + tl.arange(0, TOKENS)
-            there = (row < count)[:, None]
-            ds, h = _gradients(grad, hidden, row, there, unit, choice, H, K)
-            dh = tl.where(h > 0, tl.dot(ds, score_weight, input_precision="tf32x3"), 0.0)
-            mask = there & (k < D)[None, :]
-            place = row[:, None] * D + k[None, :]
-            dx = tl.dot(dh, weight, input_precision="tf32x3")
-            if token_grad is not None:
-                dx += tl.load(token_grad + place, mask=mask, other=0.0).to(tl.float32)
-            tl.store(x_grad + place, dx.to(x_grad.dtype.element_ty), mask=mask)
-            values = tl.load(x + place, mask=mask, other=0.0).to(tl.float32)
-            weight_sum = tl.dot(tl.trans(dh), values, weight_sum, input_precision="tf32x3")
-        tl.store(own_sums + unit[:, None] * D + k[None, :], weight_sum, mask=own)
-    else:  # separate programs, because all sums together would not fit into registers
-        bias_sum = tl.zeros([TOKENS, HIDDEN], dtype=tl.float32)
-        score_sum = tl.zeros([CHOICES, HIDDEN], dtype=tl.float32)
-        score_bias_sum = tl.zeros([TOKENS, CHOICES], dtype=tl.float32)
-        for tile in range(TILES):
-            row = (chunk * TILES + tile) * TOKENS + tl.arange(0, TOKENS)
-            ds, h = _gradients(grad, hidden, row, (row < count)[:, None], unit, choice, H, K)
-            bias_sum += tl.where(h > 0, tl.dot(ds, score_weight, input_precision="tf32x3"), 0.0)
-            score_bias_sum += ds
-            score_sum = tl.dot(tl.trans(ds), h, score_sum, input_precision="tf32x3")
-        tl.store(own_sums + H * D + unit, tl.sum(bias_sum, 0), mask=unit < H)
-        score_sums = own_sums + H * (D + 1)
-        place = choice[:, None] * H + unit[None, :]
-        tl.store(score_sums + place, score_sum, mask=(choice < K)[:, None] & (unit < H)[None, :])
-        tl.store(score_sums + K * H + choice, tl.sum(score_bias_sum, 0), mask=choice < K)
+    score_weight = _score_weight(w2, H, K, HIDDEN, CHOICES)
+    total = tl.zeros([HIDDEN, INPUTS], dtype=tl.float32)
+    for tile in tl.range(TILES, num_stages=STAGES):
+        row = (chunk * TILES + tile) * ROWS + tl.arange(0, ROWS)
+        there = (row < count)[:, None]
+        ds, h = _loaded(grad, hidden, row, there, H, K, HIDDEN, CHOICES)
+        values = tl.load(x + row[:, None] * D + k[None, :], mask=there & (k < D)[None, :], other=0.0).to(tl.float32)
+        dh = tl.where(h > 0, multiply_pieces(split(ds), score_weight), 0.0)
+        total += multiply_pieces(transposed(split(dh)), split(values))
+    tl.store(partial + unit[:, None] * D + k[None, :], total, mask=(unit < H)[:, None] & (k < D)[None, :])
+
+
+@triton.jit
+def _score_program(
+    chunk, grad, w2, hidden, partial, count,
+    H: tl.constexpr, K: tl.constexpr, HIDDEN: tl.constexpr, CHOICES: tl.constexpr,
+    ROWS: tl.constexpr, TILES: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Sum the gradients of the hidden layer's bias, and of the scores' weight and bias, over a chunk of tokens."""
+    unit, choice = tl.arange(0, HIDDEN), tl.arange(0, CHOICES)
+    score_weight = _score_weight(w2, H, K, HIDDEN, CHOICES)
+    bias_sum = tl.zeros([ROWS, HIDDEN], dtype=tl.float32)
+    score_sum = tl.zeros([HIDDEN, CHOICES], dtype=tl.float32)
+    score_bias_sum = tl.zeros([ROWS, CHOICES], dtype=tl.float32)
+    for tile in tl.range(TILES, num_stages=STAGES):
+        row = (chunk * TILES + tile) * ROWS + tl.arange(0, ROWS)
+        ds, h = _loaded(grad, hidden, row, (row < count)[:, None], H, K, HIDDEN, CHOICES)
+        parts = split(ds)
+        bias_sum += tl.where(h > 0, multiply_pieces(parts, score_weight), 0.0)
+        score_bias_sum += ds
+        score_sum += multiply_pieces(transposed(split(h)), parts)
+    tl.store(partial + unit, tl.sum(bias_sum, 0), mask=unit < H)
+    place = H + choice[None, :] * H + unit[:, None]
+    tl.store(partial + place, score_sum, mask=(unit < H)[:, None] & (choice < K)[None, :])
+    tl.store(partial + H + K * H + choice, tl.sum(score_bias_sum, 0), mask=choice < K)
+
+
+@triton.jit
+def _backward(
+    grad, token_grad, x, w1, w2, hidden, x_grad, partials, count, first,
+    D: tl.constexpr, H: tl.constexpr, K: tl.constexpr, HIDDEN: tl.constexpr, CHOICES: tl.constexpr,
+    TOKENS: tl.constexpr, SPAN: tl.constexpr, ROWS: tl.constexpr, INPUTS: tl.constexpr, TILES: tl.constexpr,
+    STAGES: tl.constexpr,
+):  # fmt: skip
+    """Programs from ``first`` on compute gradients of tokens. The longer ones before them sum those of parameters.
+
+    ``partials`` is (chunks, H·D + H + K·H + K), the hidden layer's weight and bias first.
+    """
+    begin()
+    program = tl.program_id(0)
+    parts: tl.constexpr = (D + INPUTS - 1) // INPUTS
+    chunk, part = (program // (parts + 1)).to(tl.int64), program % (parts + 1)
+    partial = partials + chunk * (H * (D + 1) + K * (H + 1))
+    if program >= first:
+        _token_program(
+            program - first, grad, token_grad, w1, w2, hidden, x_grad, count,
+            D, H, K, HIDDEN, CHOICES, TOKENS, INPUTS, SPAN, STAGES,
+        )  # fmt: skip
+    elif part < parts:
+        _weight_program(
+            chunk, part, grad, x, w2, hidden, partial, count,
+            D, H, K, HIDDEN, CHOICES, ROWS, INPUTS, TILES, STAGES,
+        )  # fmt: skip
+    else:
+        _score_program(
+            chunk, grad, w2, hidden, partial + H * D, count, H, K, HIDDEN, CHOICES, ROWS, TILES, STAGES
+        )  # fmt: skip
 
 
 def _sizes(x: Tensor, weight: Tensor, score_weight: Tensor) -> dict[str, int]:
@@ -133,9 +212,14 @@ def _sizes(x: Tensor, weight: Tensor, score_weight: Tensor) -> dict[str, int]:
     return {"D": x.shape[1], "H": hidden, "K": choices, **padded}
 
 
+def _many(x: Tensor) -> bool:
+    """Whether there are more tokens than the multiprocessors take at once, each a program of few."""
+    return ceil_div(x.shape[0], FEW_TOKENS) > multiprocessors(x.device)
+
+
 def _tile(x: Tensor, hidden: int) -> tuple[int, int]:
     """A program's tokens, and its inputs per step."""
-    if ceil_div(x.shape[0], FEW_TOKENS) > multiprocessors(x.device):
+    if _many(x):
         return TOKENS, INPUTS
     return FEW_TOKENS, FEW_INPUTS if hidden <= 64 else INPUTS  # so that weights fit into a small GPU's shared memory
 
@@ -166,23 +250,32 @@ def _allocate(x, weight, bias, score_weight, score_bias, dtype):
 def _run_backward(grad, token_grad, x, weight, score_weight, hidden):
     if score_weight.shape[0] > BACKWARD_CHOICES:
         return _backward_by_torch(grad, token_grad, x, weight, score_weight, hidden)
-    x_grad, sums = _allocate_backward(grad, token_grad, x, weight, score_weight, hidden)
-    if x.shape[0] == 0:
-        return x_grad, sums.zero_()
-    rows, inputs, stages = BACKWARD if shared_memory(x.device) >= BACKWARD_SHARED else BACKWARD_SMALL
-    parts = ceil_div(x.shape[1], inputs) + 1
-    # With few tokens, programs are small, so that all multiprocessors get some.
-    tiles = min(BACKWARD_TILES, power_below(x.shape[0] * parts // (rows * ENOUGH_PROGRAMS)))
-    chunks = ceil_div(x.shape[0], rows * tiles)
-    partials = sums.new_empty(chunks, len(sums)) if chunks > 1 else sums[None]
+    x_grad, partials = _allocate_backward(grad, token_grad, x, weight, score_weight, hidden)
+    count, width = x.shape
+    if count == 0:
+        return x_grad, partials.zero_()
+    inputs, stages = _steps(weight)
+    tokens = BACKWARD_TOKENS if shared_memory(x.device) >= BACKWARD_SHARED else BACKWARD_SMALL
+    tokens = tokens if _many(x) else FEW_TOKENS
+    first = len(partials) * (ceil_div(width, inputs) + 1)
     launch(
-        _backward, (chunks, parts),
+        _backward, (first + ceil_div(count, tokens) * ceil_div(width, BACKWARD_SPAN),),
         grad.contiguous(), None if token_grad is None else token_grad.contiguous(), x.contiguous(),
-        weight.contiguous(), score_weight.contiguous(), hidden, x_grad, partials, x.shape[0],
-        **_sizes(x, weight, score_weight), TOKENS=rows, INPUTS=inputs, TILES=tiles,
-        num_warps=BACKWARD_WARPS, num_stages=stages,
+        weight.contiguous(), score_weight.contiguous(), hidden, x_grad, partials, count, first,
+        **_sizes(x, weight, score_weight), TOKENS=tokens, SPAN=BACKWARD_SPAN, ROWS=ROWS, INPUTS=inputs,
+        TILES=_tiles(x, weight), STAGES=stages, num_warps=BACKWARD_WARPS,
     )  # fmt: skip
-    return x_grad, sum_programs(partials) if chunks > 1 else sums
+    return x_grad, partials
+
+
+def _steps(weight: Tensor) -> tuple[int, int]:
+    return (BACKWARD_INPUTS, BACKWARD_STAGES) if weight.shape[0] <= 64 else BACKWARD_WIDE
+
+
+def _tiles(x: Tensor, weight: Tensor) -> int:
+    """Steps of a program that sums; with few tokens they are few, so that all multiprocessors get programs."""
+    programs = ceil_div(x.shape[1], _steps(weight)[0]) + 1  # for the same tokens
+    return min(TILES, power_below(x.shape[0] * programs // (ROWS * ENOUGH_PROGRAMS)))
 
 
 def _backward_by_torch(grad, token_grad, x, weight, score_weight, hidden):
@@ -192,12 +285,18 @@ def _backward_by_torch(grad, token_grad, x, weight, score_weight, hidden):
         if token_grad is not None:
             x_grad += token_grad
         products = hidden_grad.t() @ wide(x), hidden_grad.sum(0), grad.t() @ hidden, grad.sum(0)
-    return x_grad.to(x.dtype), torch.cat([product.flatten() for product in products])
+    return x_grad.to(x.dtype), torch.cat([product.flatten() for product in products])[None]
 
 
 def _allocate_backward(grad, token_grad, x, weight, score_weight, hidden):
+    whole = score_weight.shape[0] > BACKWARD_CHOICES or x.shape[0] == 0
+    chunks = 1 if whole else ceil_div(x.shape[0], ROWS * _tiles(x, weight))
     count = weight.numel() + weight.shape[0] + score_weight.numel() + score_weight.shape[0]
-    return torch.empty_like(x, memory_format=torch.contiguous_format), x.new_empty(count, dtype=torch.float32)
+    return torch.empty_like(x, memory_format=torch.contiguous_format), x.new_empty(chunks, count, dtype=torch.float32)
+
+
+def _allocate_sums(partials):
+    return partials.new_empty(partials.shape[1:])
 
 
 def _save(ctx, inputs, output):
@@ -212,11 +311,12 @@ def _differentiate(ctx, grad, _, token_grad):
         return None if token_grad is None else token_grad.to(x.dtype), None, None, None, None, None
     if token_grad is not None and token_grad.shape[0] != x.shape[0]:
         token_grad = None  # it belongs to the empty tensor that is returned if no cast is needed
-    x_grad, sums = _router_gradient(grad, token_grad, x, weight, score_weight, hidden)
+    x_grad, partials = _router_gradient(grad, token_grad, x, weight, score_weight, hidden)
+    sums = partials[0] if len(partials) == 1 else _sum_gradients(partials)
     # Each part is a contiguous view of ``sums``, so that autograd takes it without a copy.
     shapes = weight.shape, weight.shape[:1], score_weight.shape, score_weight.shape[:1]
     parts = sums.split([shape.numel() for shape in shapes])
-    gradients = (part.view(shape).to(dtype) for part, shape, dtype in zip(parts, shapes, ctx.dtypes, strict=True))
+    gradients = [part.view(shape).to(dtype) for part, shape, dtype in zip(parts, shapes, ctx.dtypes, strict=True)]
     return x_grad, *gradients, None
 
 
@@ -229,6 +329,7 @@ _router_scores = define(
     _save,
     _differentiate,
 )
+_sum_gradients = define("router_scores_sums", schema_of(_allocate_sums), sum_programs, _allocate_sums)
 _router_gradient = define(
     "router_scores_backward",
     "(Tensor grad, Tensor? token_grad, Tensor x, Tensor weight, Tensor score_weight, Tensor hidden) "
