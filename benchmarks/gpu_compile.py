@@ -27,6 +27,7 @@ import intbmoe.ops.compose.fused
 from intbmoe.ops import backend, launch
 from intbmoe.ops.cross_entropy import cross_entropy
 from intbmoe.ops.scores import fused as scores_fused
+from intbmoe.ops.swiglu import fused_hidden, fused_product, fused_tokens, fused_weights
 
 SHARED = {80: 166_912, 89: 101_376, 90: 232_448}  # bytes of shared memory that a kernel may use, by capability
 SMALL = [
@@ -134,7 +135,8 @@ def main() -> int:
     triton.runtime.driver.set_active(AbsentGPU(compiler.capability))
     JITFunction.run = lambda *arguments, **named: compiler.run(*arguments, **named)
     backend.INTERPRETING = launch.INTERPRETING = True  # so that layers use their kernels for CPU tensors
-    scores_fused.shared_memory = lambda device: SHARED[compiler.capability]
+    for module in (scores_fused, fused_hidden, fused_product, fused_tokens, fused_weights):
+        module.shared_memory = lambda device: SHARED[compiler.capability]
     zero_memory()
     for layer in SMALL + WIDE * options.wide:
         for dtype in (torch.bfloat16, torch.float32):

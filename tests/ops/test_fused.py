@@ -30,9 +30,10 @@ from intbmoe.ops.combine import sum_rows
 from intbmoe.ops.permute import fused as permute_fused
 from intbmoe.ops.permute import naive as permute_naive
 from intbmoe.ops.permute import permute, sort
+from intbmoe.ops.scores import fused as scores_fused
 from intbmoe.ops.scores import naive as scores_naive
 from intbmoe.ops.scores import router_scores
-from intbmoe.ops.swiglu.fused import swiglu as swiglu_rows
+from intbmoe.ops.swiglu.fused import swiglu_network
 from intbmoe.ops.tiles import Tiling
 
 GROUPS = 5
@@ -212,8 +213,7 @@ def test_rows_too_wide_for_registers(device, gate, routing, tokens, width, monke
     test_gated_rows(device, routing, tokens, width, gate)
 
 
-def check_router_scores(device, tokens, half, hidden, choices):
-    dim = 70
+def check_router_scores(device, tokens, half, hidden, choices, dim=70):
     maps = torch.randn(hidden, dim), torch.randn(hidden), torch.randn(choices, hidden), torch.randn(choices)
     quick, exact = pairs(device, torch.randn(tokens, dim), *maps)
     dtype = torch.float16 if half else torch.float32
@@ -242,6 +242,15 @@ def test_router_scores(device, tokens, half):
 @pytest.mark.parametrize(("hidden", "choices"), [(64, 96), (100, 40)])
 def test_scores_of_a_large_router(device, hidden, choices):
     check_router_scores(device, 150, False, hidden, choices)
+
+
+@on_device
+@pytest.mark.parametrize(("dim", "hidden", "choices"), [(300, 16, 1), (40, 100, 20)])
+def test_router_gradients_in_several_steps(device, dim, hidden, choices, monkeypatch):
+    """Three programs sum over two steps each, the last over less; with 300 inputs, tokens have two programs each."""
+    monkeypatch.setattr(scores_fused, "ENOUGH_PROGRAMS", 1)
+    monkeypatch.setattr(scores_fused, "TILES", 2)
+    check_router_scores(device, 150, False, hidden, choices, dim)
 
 
 @on_device
@@ -353,7 +362,8 @@ def test_an_id_out_of_range_takes_no_other_ones_row(device):
 
 @on_device
 def test_second_derivatives_are_refused(device):
-    rows = torch.randn(3, 8, device=device, requires_grad=True)
-    (grad,) = torch.autograd.grad(swiglu_rows(rows).square().sum(), rows, create_graph=True)
+    x = torch.randn(3, 8, device=device, requires_grad=True)
+    y = swiglu_network(x, *(torch.randn(8, 8, device=device) for _ in range(3)))
+    (grad,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
     with pytest.raises(RuntimeError, match=r"second derivatives.*INTBMOE_TRITON=0"):
         grad.sum().backward()

@@ -1,14 +1,13 @@
-"""Triton's kernels that make weights, and SwiGLU's, against their specifications in float64, outputs and gradients.
+"""Triton's kernels that make weights against their specifications in float64, outputs and gradients.
 
 The interpreter runs them where there is no GPU (``tests/interpreter.py``).
 """
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 from intbmoe.ops.backend import TRITON
-from interpreter import INTERPRETING, on_device
+from interpreter import on_device
 from near import gradients_near, near, pairs
 
 if not TRITON:
@@ -17,8 +16,6 @@ if not TRITON:
 from intbmoe.ops.compose import fused as compose_fused
 from intbmoe.ops.compose import naive as compose_naive
 from intbmoe.ops.filter_terms import filter_terms
-from intbmoe.ops.swiglu import fused_product, swiglu
-from intbmoe.ops.swiglu import naive as swiglu_naive
 
 
 @on_device
@@ -35,6 +32,7 @@ from intbmoe.ops.swiglu import naive as swiglu_naive
         (20, 1, 3, 7),
         (13, 9, 3, 40),
         (20, 6, 9, 30),
+        (12, 33, 2, 40),
     ],
 )
 def test_composition(device, gate, blocks, bases, inputs, outputs):
@@ -54,10 +52,35 @@ def test_composition(device, gate, blocks, bases, inputs, outputs):
 
 
 @on_device
-@pytest.mark.parametrize(("blocks", "bases", "inputs", "outputs"), [(8, 16, 3, 20), (13, 9, 3, 40), (21, 70, 2, 41)])
+@pytest.mark.parametrize(
+    ("blocks", "bases", "inputs", "outputs"), [(8, 16, 3, 20), (13, 9, 3, 40), (21, 70, 2, 41), (40, 20, 5, 70)]
+)
 def test_composition_of_large_matrices(device, blocks, bases, inputs, outputs, monkeypatch):
+    """Larger tiles, and several for each program."""
     monkeypatch.setattr(compose_fused, "SMALL_MATRIX", 0)
+    monkeypatch.setattr(compose_fused, "FEW_WARPS", 0)
+    for name in ("FEW_ROWS_BACKWARD_CUT", "ONE_PASS_CUT", "ONE_PASS_MANY_BASES_CUT", "COEFFICIENTS_CUT"):
+        monkeypatch.setattr(compose_fused, name, getattr(compose_fused, name)._replace(programs=2))
     test_composition(device, True, blocks, bases, inputs, outputs)
+    test_gradients_in_bfloat16(device, blocks, bases, inputs, outputs)
+
+
+@on_device
+@pytest.mark.parametrize(
+    ("blocks", "bases", "inputs", "outputs"),
+    [(8, 16, 3, 40), (3, 5, 7, 11), (20, 6, 3, 30), (12, 40, 2, 24), (70, 3, 2, 90), (40, 9, 2, 36)],
+)
+def test_gradients_in_bfloat16(device, blocks, bases, inputs, outputs):
+    """They are as exact as in float32, given a gradient in bfloat16."""
+    given = [torch.randn(shape) for shape in [(blocks, bases)] * 2 + [(bases, inputs, outputs), (bases, outputs)]]
+    quick, exact = pairs(device, *given)
+    composed, biases = compose_fused.compose(*quick, 0.3, torch.bfloat16)
+    expected = [compose_naive.compose([path * 0.3 for path in exact[:2]], each) for each in exact[2:]]
+    assert (composed.cpu().double() - expected[0]).norm() <= 2**-8 * expected[0].norm()
+    probes = [torch.randn(expected[0].shape).bfloat16(), torch.randn(expected[1].shape)]
+    torch.autograd.backward([composed, biases], [probe.to(device) for probe in probes])
+    torch.autograd.backward(expected, [probe.double() for probe in probes])
+    gradients_near(quick, exact)
 
 
 @on_device
@@ -93,39 +116,3 @@ def test_filter_terms(device, width, codes, code):
     torch.autograd.backward(found, [probe.to(device) for probe in probes])
     torch.autograd.backward(expected, [probe.double() for probe in probes])
     gradients_near(quick, exact)
-
-
-@on_device
-@pytest.mark.parametrize("tokens", (0, 1, 70) if INTERPRETING else (0, 1, 7, 8192))
-@pytest.mark.parametrize("width", [12, 37] if INTERPRETING else [37, 2844])
-def test_swiglu(device, tokens, width):
-    maps = torch.randn(width, 5), torch.randn(width, 5), torch.randn(5, width)
-    quick, exact = pairs(device, torch.randn(tokens, 5), *maps)
-    y = swiglu(*quick, "fused")
-    expected = swiglu_naive.swiglu(*exact)
-    near(y, expected)
-    probe = torch.randn(tokens, 5)
-    y.backward(probe.to(device))
-    expected.backward(probe.double())
-    gradients_near(quick, exact)
-
-
-@on_device
-@pytest.mark.parametrize("fewest", [1, 1000], ids=["kernel", "cuBLAS"])
-@pytest.mark.parametrize(("tokens", "width"), [(0, 8), (3, 8), (150, 200)])
-def test_gate_and_up_in_one_product(device, tokens, width, fewest, monkeypatch):
-    monkeypatch.setattr(fused_product, "PROCESSORS", 2)
-    monkeypatch.setattr(fused_product, "FEWEST_TILES", fewest)
-    x, joined = torch.randn(tokens, 72, dtype=torch.float16), torch.randn(2 * width, 72, dtype=torch.float16) / 8
-    quick = [each.to(device, copy=True).requires_grad_() for each in (x, joined)]
-    exact = [each.double().requires_grad_() for each in (x, joined)]
-    y = fused_product.swiglu_product(*quick)
-    gate, up = (exact[0] @ exact[1].t()).chunk(2, 1)
-    expected = F.silu(gate) * up
-    probe = torch.randn(tokens, width, dtype=torch.float16)
-    y.backward(probe.to(device))
-    expected.backward(probe.double())
-    for found, wanted in ((y, expected), *((a.grad, b.grad) for a, b in zip(quick, exact, strict=True))):
-        assert (found.cpu().double() - wanted).norm() <= 2**-10 * wanted.norm()
-    with torch.no_grad():
-        assert torch.equal(fused_product.swiglu_product(*quick), y)

@@ -7,8 +7,10 @@ from interpreter import rerun
 TESTS = Path(__file__).parent.parent
 FILES = (
     "ops/test_tiles.py",
+    "ops/test_pieces.py",
     "ops/test_fused.py",
     "ops/test_fused_weights.py",
+    "ops/test_swiglu.py",
     "ops/test_cross_entropy.py",
     "ops/test_expert_rows.py",
     "ops/test_hypernetwork.py",

@@ -1,85 +1,75 @@
-"""SiLU(gate) ⊙ up on rows [gate | up], the output of one product, in one Triton kernel each way."""
+"""A SwiGLU network as one operation: its backward begins with the last product and SwiGLU's derivatives together."""
 
 import torch
-import triton
-import triton.language as tl
+import torch.nn.functional as F
 from torch import Tensor
 
-from intbmoe.ops.launch import launch
 from intbmoe.ops.operation import define, schema_of
-from intbmoe.ops.overlap import begin
-from intbmoe.ops.tiles import sigmoid
-from intbmoe.ops.triton_support import ceil_div, power_of_2
-
-ELEMENTS = 1024
-
-
-@triton.jit
-def _places(count, WIDTH: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr):
-    """Return where a program's entries are in the output and in the rows, and which of them exist."""
-    row = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    mask = (row < count)[:, None] & (column < WIDTH)[None, :]
-    return row[:, None] * WIDTH + column[None, :], row[:, None] * 2 * WIDTH + column[None, :], mask
+from intbmoe.ops.swiglu.fused_hidden import hidden_gradient
+from intbmoe.ops.swiglu.fused_join import allocate_joined, join
+from intbmoe.ops.swiglu.fused_product import product
+from intbmoe.ops.swiglu.fused_tokens import token_gradient
+from intbmoe.ops.swiglu.fused_weights import weight_gradients
+from intbmoe.ops.triton_support import aligned
 
 
-@triton.jit
-def _swiglu_forward(rows, out, count, WIDTH: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr):
-    begin()
-    place, source, mask = _places(count, WIDTH, TILE, BLOCK)
-    gate = tl.load(rows + source, mask=mask, other=0.0).to(tl.float32)
-    up = tl.load(rows + source + WIDTH, mask=mask, other=0.0).to(tl.float32)
-    tl.store(out + place, (gate * sigmoid(gate) * up).to(out.dtype.element_ty), mask=mask)
+def _fit(x, gate, up, down) -> bool:
+    """Whether the products can take the matrices as they are, gate and up only joined."""
+    types = {x.dtype, gate.dtype, up.dtype, down.dtype}
+    return len(types) == 1 and gate.shape == (aligned(gate.shape[0], x.dtype), x.shape[1])
 
 
-@triton.jit
-def _swiglu_backward(grad, rows, out, count, WIDTH: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr):
-    begin()
-    place, source, mask = _places(count, WIDTH, TILE, BLOCK)
-    dy = tl.load(grad + place, mask=mask, other=0.0).to(tl.float32)
-    gate = tl.load(rows + source, mask=mask, other=0.0).to(tl.float32)
-    up = tl.load(rows + source + WIDTH, mask=mask, other=0.0).to(tl.float32)
-    opened = sigmoid(gate)
-    dgate = dy * up * opened * (1 + gate * (1 - opened))
-    tl.store(out + source, dgate.to(out.dtype.element_ty), mask=mask)
-    tl.store(out + source + WIDTH, (dy * gate * opened).to(out.dtype.element_ty), mask=mask)
+def _run(x, gate, up, down, keep):
+    if _fit(x, gate, up, down):
+        joined, filled = torch.cat([gate, up]), down.new_empty(0)
+    else:
+        joined, filled = join(gate, up, down, x.shape[1], x.dtype)
+        down = filled
+    inner, kept = product(x, joined, keep)
+    return F.linear(inner, down), inner if keep else inner.new_empty(0), kept, joined, filled
 
 
-def _launch(kernel, *tensors: Tensor) -> None:
-    """Run ``kernel``; its last tensor but one must be the rows."""
-    count, width = tensors[-2].shape[0], tensors[-2].shape[1] // 2
-    if count and width:
-        block = min(power_of_2(width), ELEMENTS)
-        tile = ELEMENTS // block
-        grid = (ceil_div(count, tile), ceil_div(width, block))
-        launch(kernel, grid, *tensors, count, WIDTH=width, TILE=tile, BLOCK=block)
+def _allocate(x, gate, up, down, keep: bool):
+    joined, filled = allocate_joined(gate, x.shape[1], x.dtype)
+    if _fit(x, gate, up, down):
+        filled = down.new_empty(0)
+    rows, width = x.shape[0] if keep else 0, joined.shape[0]
+    inner = x.new_empty(rows, width // 2) if keep else x.new_empty(0)
+    return torch.empty_like(x, memory_format=torch.contiguous_format), inner, x.new_empty(rows, width), joined, filled
 
 
-def _run(rows):
-    rows = rows.contiguous()
-    out = _allocate(rows)
-    _launch(_swiglu_forward, rows, out)
-    return out
+def _save(ctx, inputs, output):
+    x, gate, up, down, _ = inputs
+    _, inner, kept, joined, filled = output
+    ctx.fit, ctx.shape, ctx.dtypes = _fit(x, gate, up, down), gate.shape, [each.dtype for each in (gate, up, down)]
+    factors = (x, inner) if any(ctx.needs_input_grad[1:4]) else (None, None)  # only the matrices' gradients need them
+    ctx.save_for_backward(*factors, kept, joined, down if ctx.fit else filled)
 
 
-def _allocate(rows):
-    return rows.new_empty(rows.shape[0], rows.shape[1] // 2)
+def _differentiate(ctx, grad, *_):
+    x, inner, kept, joined, down = ctx.saved_tensors
+    needs_x, *needed = ctx.needs_input_grad[:4]
+    if needs_x:
+        hidden_grad, x_grad = token_gradient(grad, down, kept, joined)
+    else:
+        hidden_grad, x_grad = hidden_gradient(grad, down, kept), None
+    gradients = [None] * 3
+    if any(needed) and ctx.fit:
+        gradients = *(hidden_grad.t() @ x).chunk(2), grad.t() @ inner
+    elif any(needed):
+        gradients = weight_gradients(hidden_grad, x, inner, grad, *ctx.shape, ctx.dtypes[0])
+        gradients = (each.to(dtype) for each, dtype in zip(gradients, ctx.dtypes, strict=True))
+    return x_grad, *(each if need else None for each, need in zip(gradients, needed, strict=True)), None
 
 
-def _run_backward(grad, rows):
-    rows, out = rows.contiguous(), _allocate_backward(grad, rows)
-    _launch(_swiglu_backward, grad.contiguous(), rows, out)
-    return out
+def _flops(x_shape, gate_shape, *_, **__):
+    return 6 * x_shape[0] * x_shape[1] * gate_shape[0]
 
 
-def _allocate_backward(grad, rows):
-    return torch.empty_like(rows, memory_format=torch.contiguous_format)
+_network = define("swiglu", schema_of(_allocate, 5), _run, _allocate, _save, _differentiate, _flops)
 
 
-def _differentiate(ctx, grad):
-    return swiglu_gradient(grad, *ctx.saved_tensors)
-
-
-# (N, 2·h) rows [gate | up] → (N, h).
-swiglu = define("swiglu", schema_of(_allocate), _run, _allocate, differentiate=_differentiate)
-swiglu_gradient = define("swiglu_backward", schema_of(_allocate_backward), _run_backward, _allocate_backward)
+def swiglu_network(x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
+    """(N, d) tokens, (h, c), (h, c) and (c, h) weights with c ≤ d → (N, d), zero after column c."""
+    keep = torch.is_grad_enabled() and any(each.requires_grad for each in (x, gate, up, down))
+    return _network(x, gate, up, down, keep)[0]

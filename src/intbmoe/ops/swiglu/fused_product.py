@@ -13,9 +13,8 @@ from torch import Tensor
 from intbmoe.ops.grouped_mm.fused import PROCESSORS, describable, described
 from intbmoe.ops.grouped_mm.fused_kernels import swizzle
 from intbmoe.ops.launch import launch
-from intbmoe.ops.operation import define, schema_of
 from intbmoe.ops.overlap import begin
-from intbmoe.ops.swiglu.fused import swiglu, swiglu_gradient
+from intbmoe.ops.swiglu.fused_rows import swiglu
 from intbmoe.ops.tiles import sigmoid
 from intbmoe.ops.triton_support import ceil_div, shared_memory
 
@@ -60,12 +59,13 @@ def _gate_and_up(
         out.store([row, column], (gate * sigmoid(gate) * up).to(HALF))
 
 
-def _run(x, joined, keep):
+def product(x: Tensor, joined: Tensor, keep: bool) -> tuple[Tensor, Tensor]:
+    """(N, d) tokens and (2·h, d) weights [gate; up] → (N, h) and, empty unless ``keep``, (N, 2·h) [gate | up]."""
     if not _suits(x, joined):
         rows = F.linear(x, joined)
         return swiglu(rows), rows if keep else rows.new_empty(0, rows.shape[1])
-    out, kept = _allocate(x, joined, keep)
-    (rows, inputs), hidden = x.shape, out.shape[1]
+    (rows, inputs), hidden = x.shape, joined.shape[0] // 2
+    out, kept = x.new_empty(rows, hidden), x.new_empty(rows if keep else 0, 2 * hidden)
     gates, ups = (kept[:, :hidden], kept[:, hidden:]) if keep else (out, out)
     block = ROWS, COLUMNS
     launch(
@@ -77,31 +77,3 @@ def _run(x, joined, keep):
         num_warps=WARPS, num_stages=STAGES,
     )  # fmt: skip
     return out, kept
-
-
-def _allocate(x, joined, keep: bool):
-    rows, width = x.shape[0], joined.shape[0]
-    return x.new_empty(rows, width // 2), x.new_empty(rows if keep else 0, width)
-
-
-def _save(ctx, inputs, output):
-    ctx.save_for_backward(inputs[0], inputs[1], output[1])
-
-
-def _differentiate(ctx, grad, _):
-    x, joined, kept = ctx.saved_tensors
-    grad = swiglu_gradient(grad, kept)
-    needs_x, needs_joined = ctx.needs_input_grad[:2]
-    return grad @ joined if needs_x else None, grad.t() @ x if needs_joined else None, None
-
-
-def _flops(x_shape, joined_shape, *_, **__):
-    return 2 * x_shape[0] * joined_shape[0] * joined_shape[1]
-
-
-_product = define("swiglu_product", schema_of(_allocate, 2), _run, _allocate, _save, _differentiate, _flops)
-
-
-def swiglu_product(x: Tensor, joined: Tensor) -> Tensor:
-    """(N, d) tokens and (2·h, d) weights [gate; up] → (N, h)."""
-    return _product(x, joined, torch.is_grad_enabled() and (x.requires_grad or joined.requires_grad))[0]
