@@ -64,7 +64,7 @@ MANY_ROWS_CUT = Cut(rows=64, bases=32, columns=128, warps=4, precision="bf16x6")
 POOL_CUT = Cut(rows=32, bases=64, columns=128, warps=4, precision="bf16x6")
 COEFFICIENTS_CUT = Cut(rows=64, bases=64, columns=64, warps=4, precision="bf16x6", programs=1056)
 
-# Chosen by registers and instructions, and for as many programs as an H200 runs at once; only these were measured there.
+# Chosen by registers and instructions, and for as many programs as an H200 runs at once; no others were measured.
 # With 32 rows instead of 64, warps would compute the same numbers more than once.
 FEW_ROWS_BACKWARD_CUT = Cut(rows=16, bases=16, columns=64, warps=1, least_bases=8, programs=1584)
 ONE_PASS_CUT = Cut(rows=64, bases=16, columns=64, warps=4, least_rows=64, least_bases=8, programs=528)
