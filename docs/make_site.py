@@ -5,6 +5,7 @@
 Links to files that are not on the site become plain text. Equations become MathML, so that pages need no script.
 """
 
+import argparse
 import inspect
 import re
 import shutil
@@ -40,7 +41,12 @@ FENCED = re.compile(r"(^```.*?^```|^ {4}.*?$|`[^`\n]*`)", flags=re.MULTILINE | r
 
 
 def main() -> None:
-    target = Path(sys.argv[1]) if len(sys.argv) > 1 else HOUSE / "build" / "site"
+    parser = argparse.ArgumentParser(description="Make the site's pages from docs/, README.md, the tour and the code.")
+    parser.add_argument("folder", nargs="?", type=Path, help="a new folder (default: build/site, which is replaced)")
+    folder = parser.parse_args().folder
+    if folder is not None and folder.exists():
+        parser.error(f"{folder} exists; name a new folder, since everything in it would be deleted")
+    target = folder or HOUSE / "build" / "site"
     make(target)
     sys.stdout.write(f"{target}\n")
 

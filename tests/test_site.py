@@ -2,6 +2,8 @@
 
 import re
 import runpy
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
@@ -19,6 +21,16 @@ def site(tmp_path_factory):
     module = runpy.run_path(str(ROOT / "docs" / "make_site.py"))
     module["make"](folder)
     return folder
+
+
+def test_a_folder_that_exists_is_not_replaced(tmp_path):
+    (tmp_path / "kept").touch()
+    done = subprocess.run(
+        [sys.executable, ROOT / "docs" / "make_site.py", tmp_path], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 2
+    assert "name a new folder" in done.stderr
+    assert (tmp_path / "kept").exists()
 
 
 def pages_of(nav):
