@@ -2,6 +2,7 @@
 
     python benchmarks/gpu_compile.py sm_90             # half a minute; with --wide some minutes
     python benchmarks/gpu_compile.py sm_90 --spills 8  # and the kernels that keep the most registers in memory
+    python benchmarks/gpu_compile.py sm_90 --random 40 # instead of these layers 40 of random sizes
 
 Triton compiles for whatever GPU its driver reports. Layers run forward and backward, but each launch ends once its
 kernel has been compiled to machine code, and all memory is zeros. This finds errors that Triton's interpreter cannot
@@ -10,10 +11,12 @@ that the numbers are right. For Hopper, this also checks that each kernel waits 
 """
 
 import argparse
+import random
 import re
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -117,6 +120,24 @@ def zero_memory() -> None:
                 setattr(owner, name, zeroed(getattr(owner, name)))
 
 
+def random_layers(count: int, seed: int) -> Iterator[tuple[str, int, tuple[int, ...], dict, int]]:
+    draw = random.Random(seed)
+    for _ in range(count):
+        dim = draw.choice((draw.randint(1, 40), draw.randint(40, 600), 8 * draw.randint(5, 130)))
+        hidden = tuple(draw.randint(1, 3 * dim) for _ in range(draw.choice((0, 1, 1, 1, 2, 3))))
+        experts, blocks = (draw.choice((1, draw.randint(2, 20), draw.randint(20, 130))) for _ in range(2))
+        options = {
+            "experts": experts,
+            "blocks": blocks,
+            "top_k": draw.randint(1, min(blocks, 8)),
+            "code_dim": draw.choice((1, 17, 32, 32, 200)),
+            "hyper_dim": draw.choice((1, 16, 16, 40, 128)),
+            "router_dim": draw.choice((1, 30, 64, 64, 128, 300)),
+            **{name: draw.random() < 0.8 for name in ("gate", "filter", "shared", "bias", "layer_norm")},
+        }
+        yield "intbmoe", dim, hidden, options, draw.choice((1, 5, 100, 1000, 5000))
+
+
 def run_layer(method: str, dim: int, hidden, options: dict, tokens: int, dtype: torch.dtype) -> None:
     layer = intbmoe.create(method, dim, hidden, **options)
     x = torch.zeros(1, tokens, dim, requires_grad=True)
@@ -130,6 +151,8 @@ def main() -> int:
     parser.add_argument("gpu", choices=[f"sm_{capability}" for capability in SHARED])
     parser.add_argument("--wide", action="store_true", help="also compile for the sizes of large models")
     parser.add_argument("--spills", type=int, default=0, metavar="N", help="list the N kernels that spill the most")
+    parser.add_argument("--random", type=int, default=0, metavar="N", help="compile for N layers of random sizes")
+    parser.add_argument("--seed", type=int, default=0, help="which random sizes")
     options = parser.parse_args()
     compiler = Compiler(int(options.gpu.removeprefix("sm_")))
     triton.runtime.driver.set_active(AbsentGPU(compiler.capability))
@@ -138,7 +161,7 @@ def main() -> int:
     for module in (scores_fused, fused_hidden, fused_product, fused_tokens, fused_weights):
         module.shared_memory = lambda device: SHARED[compiler.capability]
     zero_memory()
-    for layer in SMALL + WIDE * options.wide:
+    for layer in random_layers(options.random, options.seed) if options.random else SMALL + WIDE * options.wide:
         for dtype in (torch.bfloat16, torch.float32):
             run_layer(*layer, dtype)
             print(*layer, dtype, len(compiler.kernels), flush=True)

@@ -1,9 +1,9 @@
 """Compares the study's results with the paper's: methods against dense, ablations against the full method."""
 
 from collections.abc import Mapping, Sequence
-from statistics import fmean
 from typing import Any
 
+from intbmoe.compare.pairs import paired
 from intbmoe.report.numbers import NOTHING
 from intbmoe.report.tables import Table
 
@@ -65,12 +65,12 @@ def _cells(study: str, rows: Rows, label: str, bases: Sequence[str]) -> list[str
     cells = []
     for base in bases:
         values = [{run["seed"]: run["test"][run["metric"]] for run in rows.get(name, ())} for name in (label, base)]
-        seeds = values[0].keys() & values[1].keys()
-        cells.append(_gain(study, *(fmean(value[seed] for seed in seeds) for value in values)) if seeds else NOTHING)
-    figures = [PAPER[name][study] for name in (label, bases[0])]
-    return [*cells, NOTHING if None in figures else _gain(study, *figures)]
+        both = values[0].keys() & values[1].keys()
+        cells.append(_gain(study, float(paired(*values))) if both else NOTHING)
+    value, base = (PAPER[name][study] for name in (label, bases[0]))
+    return [*cells, NOTHING if value is None or base is None else _gain(study, value - base)]
 
 
-def _gain(study: str, value: float, base: float) -> str:
-    text = f"{100 * (value - base):+.2f}" if study == "tiny-imagenet" else f"{base - value:+.3f}"
+def _gain(study: str, difference: float) -> str:
+    text = f"{100 * difference:+.2f}" if study == "tiny-imagenet" else f"{-difference:+.3f}"
     return text.replace("-", "−")
