@@ -12,7 +12,8 @@ from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 
 FOLDER = Path("src/intbmoe/ops/native")
-SOURCES = ("native.c", "instructions.h", "kernels.h", "product.h")  # in the order of SOURCES in its __init__.py
+# In the order of SOURCES in its __init__.py.
+SOURCES = ("native.c", "instructions.h", "kernels.h", "product.h", "compose.h")
 CHECKSUM = zlib.crc32(b"".join((FOLDER / name).read_bytes() for name in SOURCES))
 
 

@@ -11,6 +11,7 @@ MALLOC_TRIM_THRESHOLD_=2147483647. A time is the fastest of all rounds, because 
 
 import ctypes
 from dataclasses import replace
+from unittest import mock
 
 import torch
 import tyro
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import intbmoe
+from intbmoe.ops.compose import native
 
 TRIM_THRESHOLD, MMAP_THRESHOLD = -1, -3  # parameters of glibc's mallopt
 
@@ -41,6 +43,16 @@ def plain(layer: nn.Module, x: Tensor) -> Candidate:
     return Candidate(layer, lambda: layer.zero_grad(set_to_none=True), run)
 
 
+def by_torch(step: Candidate) -> Candidate:
+    """Returns the same step with plain torch's composition instead of the compiled library's."""
+
+    def run() -> None:
+        with mock.patch.object(native, "LIBRARY", None):
+            step.run()
+
+    return replace(step, run=run)
+
+
 def flops_of(candidate: Candidate) -> int:
     candidate.prepare()
     with FlopCounterMode(display=False) as counter:
@@ -49,7 +61,7 @@ def flops_of(candidate: Candidate) -> int:
 
 
 def make_candidates(shape: Shape) -> dict[str, Candidate]:
-    """Returns IntBMoE with two backends, V-MoE with as many experts as IntBMoE has bases, and a dense FFN for each."""
+    """Returns IntBMoE in three ways, V-MoE with as many experts as IntBMoE has bases, and a dense FFN for each."""
     c = shape.config
     x = torch.randn(1, shape.tokens, c.dim)
     layer = build(c).train()
@@ -57,7 +69,8 @@ def make_candidates(shape: Shape) -> dict[str, Candidate]:
     sparse = intbmoe.create("vmoe", c.dim, c.hidden[0], experts=c.experts, top_k=c.top_k).train()
     candidates = {
         "IntBMoE, naive": forward_backward(naive, x, "naive"),
-        "IntBMoE, grouped": forward_backward(layer, x, "grouped"),
+        "IntBMoE, grouped": (grouped := forward_backward(layer, x, "grouped")),
+        "IntBMoE, composed by torch": by_torch(grouped),
         "V-MoE, grouped": plain(sparse, x),
     }
     for name in ("IntBMoE, grouped", "V-MoE, grouped"):

@@ -10,10 +10,9 @@ import torch
 from torch import Tensor
 
 from intbmoe.ops.backend import Backend
-from intbmoe.ops.compose import Coefficients, compose
+from intbmoe.ops.compose import Coefficients, compose, compose_gradients
 from intbmoe.ops.grouped_mm import grouped_mm, grouped_outer
 from intbmoe.ops.operation import define, schema_of
-from intbmoe.precision import wide
 
 
 @dataclass(frozen=True)
@@ -53,20 +52,9 @@ def _run_backward(grad, z, value, gate, pool, ends, factor, complete, backend):
     z_grad = grouped_mm(grad, weight.transpose(1, 2), ends, backend, complete=complete)
     del weight
     weight_grad = grouped_outer(z, grad, ends, backend)
-    if backend == "fused":
-        from intbmoe.ops.compose.fused import compose_gradient
-
-        rows, pool_grad, _ = compose_gradient(weight_grad, None, value, gate, pool, None, factor)
-        return z_grad, rows[: len(value)].clone(), rows[len(value) :].clone(), pool_grad
-    bases = wide(pool).flatten(1)
-    pool_grad = torch.zeros_like(bases)
-    rows = []
-    for path, part in zip((value, gate), weight_grad.split(pool.shape[2], 2), strict=False):
-        part = wide(part).flatten(1)
-        rows.append(factor * (part @ bases.t()))
-        pool_grad.addmm_(path.t().to(part.dtype), part, alpha=factor)
-    gate_grad = value.new_empty(0, value.shape[1]) if gate is None else rows[1]
-    return z_grad, rows[0], gate_grad, pool_grad.view_as(pool).to(pool.dtype)
+    value_grad, gate_grad, pool_grad = compose_gradients(weight_grad, Coefficients(value, gate, factor), pool, backend)
+    gate_grad = value.new_empty(0, value.shape[1]) if gate is None else gate_grad.clone()  # outputs share no memory
+    return z_grad, value_grad.clone(), gate_grad, pool_grad
 
 
 def _fake_backward(grad, z, value, gate, pool, ends, factor: float, complete: bool, backend: str):

@@ -1,7 +1,7 @@
 """Whether operations run eagerly on real numbers, or something traces, exports, maps or differentiates them."""
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd import forward_ad
 
 
@@ -36,15 +36,17 @@ def readable(x: Tensor) -> bool:
     """Whether a number can be read from ``x`` without waiting for a device or breaking a graph."""
     if torch.compiler.is_compiling() or torch.jit.is_tracing():
         return False
-    # Only a plain tensor: one that has only a shape and a type (FakeTensorMode) has no number to read.
-    return type(x) is Tensor and x.is_cpu
+    # Only a plain tensor: one that has only a shape and a type (FakeTensorMode) has no number to read, and one that
+    # stands for many (the gradients of torch.autograd.grad with is_grads_batched) has none of its own.
+    return type(x) in (Tensor, nn.Parameter) and x.is_cpu and not torch._C._functorch.is_legacy_batchedtensor(x)
+
+
+def untraced(x: Tensor) -> bool:
+    """Whether nothing traces, maps or counts operations on ``x``; a derivative may still be wanted."""
+    # The second condition is FlopCounterMode and the like.
+    return readable(x) and torch._C._len_torch_dispatch_stack() == 0 and not transformed()
 
 
 def unobserved(x: Tensor) -> bool:
     """Whether nothing differentiates, traces, maps or counts operations on ``x``."""
-    return (
-        readable(x)
-        and not torch.is_grad_enabled()
-        and torch._C._len_torch_dispatch_stack() == 0  # FlopCounterMode and the like
-        and not transformed()  # no_grad does not turn off dual numbers
-    )
+    return untraced(x) and not torch.is_grad_enabled()

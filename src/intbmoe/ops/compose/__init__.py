@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from intbmoe.ops.backend import Backend
-from intbmoe.ops.compose import naive
+from intbmoe.ops.compose import naive, native, plain
 from intbmoe.precision import cast, wide
 
 
@@ -29,8 +29,35 @@ def compose(coefficients: Coefficients, pool: Tensor, dtype: torch.dtype, backen
         from intbmoe.ops.compose import fused
 
         return fused.compose(coefficients.value, coefficients.gate, pool, None, coefficients.factor, dtype)[0]
-    merge = naive.compose if backend == "naive" else product
-    return cast(merge(coefficients.paths, wide(pool)), dtype)
+    paths, bases = torch.stack(coefficients.paths), wide(pool)
+    if backend == "naive":
+        composed = naive.compose(paths, bases)
+    else:
+        composed = (native if _compiled(backend, paths, bases) else plain).product(paths, bases)
+    return cast(composed, dtype)
+
+
+def compose_gradients(
+    grad: Tensor, coefficients: Coefficients, pool: Tensor, backend: Backend
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """The gradients of value, gate and pool, given that of a composed pool (K, i, P·o)."""
+    if backend == "fused":
+        from intbmoe.ops.compose import fused
+
+        value, gate, factor = coefficients
+        rows, pool_grad, _ = fused.compose_gradient(grad, None, value, gate, pool, None, factor)
+        rows = rows.view(-1, *value.shape)
+    else:
+        paths, bases = torch.stack(coefficients.paths), wide(pool)
+        way = native if _compiled(backend, paths, bases) else plain
+        rows, pool_grad = way.gradients(wide(grad), paths, bases)
+        rows = rows * coefficients.factor
+    return rows[0], None if coefficients.gate is None else rows[1], cast(pool_grad, pool.dtype)
+
+
+def _compiled(backend: Backend, paths: Tensor, bases: Tensor) -> bool:
+    """Whether the compiled library composes: also in training, unlike what else it does."""
+    return backend in ("native", "grouped") and native.suits(paths, bases)
 
 
 def compose_both(
@@ -47,11 +74,3 @@ def compose_both(
 def compose_biases(coefficients: Coefficients, biases: Tensor, backend: Backend) -> Tensor:
     """Compose only a pool's biases (E, o) → (K, P·o)."""
     return compose(coefficients, biases.unsqueeze(1), wide(biases).dtype, backend).squeeze(1).contiguous()
-
-
-def product(coefficients: list[Tensor], pool: Tensor) -> Tensor:
-    """As ``naive.compose``, reading the pool once: all paths of all blocks are the rows of one matrix product."""
-    paths, blocks, bases = len(coefficients), coefficients[0].shape[0], pool.shape[0]
-    merged = torch.cat(coefficients) @ pool.reshape(bases, -1)
-    merged = merged.view(paths, blocks, *pool.shape[1:])
-    return merged.movedim(0, -2).reshape(blocks, *pool.shape[1:-1], paths * pool.shape[-1])

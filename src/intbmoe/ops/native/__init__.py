@@ -1,7 +1,8 @@
 """The library compiled from ``native.c``, if it has been built.
 
 It is optional: installing the package builds it if there is gcc; without it torch's operations run. It takes plain
-tensors on the CPU in float32 or float64 and gives no gradients; ``backend.py`` says when it is used.
+tensors on the CPU in float32 or float64 and knows nothing of autograd. ``backend.py`` says when it runs blocks and
+experts, ``ops/compose/`` when it composes blocks, which it also does in training.
 """
 
 import ctypes
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 
 DTYPES = (torch.float32, torch.float64)
 NAME = "_library.so"
-SOURCES = ("native.c", "instructions.h", "kernels.h", "product.h")
+SOURCES = ("native.c", "instructions.h", "kernels.h", "product.h", "compose.h")
 
 
 def _load() -> tuple[ctypes.CDLL | None, str]:
@@ -36,6 +37,7 @@ def _load() -> tuple[ctypes.CDLL | None, str]:
     library.intbmoe_select.restype = ctypes.c_char_p
     library.intbmoe_scratch_bytes.restype = ctypes.c_int64
     library.intbmoe_run_blocks.restype = None
+    library.intbmoe_compose.restype = library.intbmoe_compose_backward.restype = None
     library.intbmoe_route.restype = None
     library.intbmoe_route.argtypes = [*[ctypes.c_int64] * 5, *[ctypes.c_void_p] * 3]
     return library, f"built, uses {library.intbmoe_select(b'').decode()} instructions"

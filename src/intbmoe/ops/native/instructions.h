@@ -43,8 +43,10 @@
 
 static const Kernels TABLE(SET) = {
     TEXT(SET),
-    {{JOIN(run_rows, SET, float), JOIN(combine, SET, float), JOIN(route, SET, float)},
-     {JOIN(run_rows, SET, double), JOIN(combine, SET, double), JOIN(route, SET, double)}},
+    {{JOIN(run_rows, SET, float), JOIN(combine, SET, float), JOIN(route, SET, float), JOIN(compose, SET, float),
+      JOIN(compose_backward, SET, float)},
+     {JOIN(run_rows, SET, double), JOIN(combine, SET, double), JOIN(route, SET, double), JOIN(compose, SET, double),
+      JOIN(compose_backward, SET, double)}},
 };
 
 #undef SET

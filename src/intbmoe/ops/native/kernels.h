@@ -18,6 +18,7 @@
 #define PADDED(columns) (((columns) + PANEL - 1) / PANEL * PANEL)
 #define UNROLL _Pragma("GCC unroll 32")
 #include "product.h"
+#include "compose.h"
 
 /* e^x to the last place or two; 0 and infinity beyond the range of normal numbers, NaN stays NaN. */
 static inline __attribute__((always_inline)) REAL NAME(exponential)(REAL x) {

@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* IntBMoE's blocks, or a sparse method's experts, on the CPU without gradients: tokens to weighted sums in one call.
+/* On the CPU: IntBMoE's blocks, or a sparse method's experts, without gradients, from tokens to weighted sums in one
+ * call; the choice of blocks; and the composition of blocks, with its gradients.
  *
  * At a few hundred tokens most of the time of the layer is not arithmetic: operations of 10 µs each, rows written
  * and read between them, and products of some ten rows that two threads share badly. Here each thread takes some rows
@@ -7,7 +8,7 @@
  *
  * ``kernels.h`` has the arithmetic, in float and double, compiled for each set of instructions below; which one runs
  * is decided when the library is loaded. ctypes calls the functions that are not static; ``naive.py`` in
- * ``ops/blocks/``, ``ops/experts/`` and ``ops/choose/`` is their specification.
+ * ``ops/blocks/``, ``ops/experts/``, ``ops/choose/`` and ``ops/compose/`` is their specification.
  */
 
 #include <math.h>
@@ -25,6 +26,8 @@
 #define TOKENS_AT_ONCE 512
 #define DEPTH 384  /* inputs of a product that are summed at once: so many rows of a weight are at hand (TLB, cache) */
 #define CHUNK 1024 /* columns of a weight that a few rows are multiplied by at once: their sums stay in the cache */
+#define LINES_ENTRIES 2048 /* of each matrix whose gradients are computed at once, so that they stay in the cache */
+#define MOST_GATHERED 512 /* bases, and blocks times paths, that can be composed: their panels lie on the stack */
 #define STRIP_BYTES 128 /* of each row of a weight that are packed at once: whole lines of the cache */
 
 enum { BLOCK, GELU, SWIGLU };
@@ -53,6 +56,16 @@ typedef struct {
     int64_t most_inner, most_columns, rows_at_once;
 } Problem;
 
+/* What ``ops/compose/native.py`` fills in; the two must agree field by field. */
+typedef struct {
+    int64_t paths, blocks, bases, lines, width, chunks, threads, is_double;
+    const void *coefficients; /* (paths, blocks, bases); backward: (bases, paths, blocks) */
+    const void *pool;         /* (bases, lines, width) */
+    void *composed;           /* (blocks, lines, paths, width); backward: its gradient */
+    void *pool_grad;          /* as the pool, or NULL */
+    void *sums;               /* (chunks, paths, blocks, bases), of which the first becomes a gradient, or NULL */
+} Composition;
+
 static const double inverse_factorial[] = {
     1.0, 1.0, 1.0 / 2, 1.0 / 6, 1.0 / 24, 1.0 / 120, 1.0 / 720, 1.0 / 5040, 1.0 / 40320, 1.0 / 362880, 1.0 / 3628800,
     1.0 / 39916800, 1.0 / 479001600, 1.0 / 6227020800,
@@ -80,6 +93,8 @@ typedef struct {
         void (*run_rows)(const Problem *, int64_t block, int64_t first, int64_t rows, void *scratch);
         void (*combine)(const Problem *, int64_t first, int64_t end);
         void (*route)(int64_t first, int64_t end, int64_t blocks, int64_t choices, const void *, int64_t *, void *);
+        void (*compose)(const Composition *, int64_t first, int64_t end);
+        void (*compose_backward)(const Composition *, int64_t first, int64_t end, void *sums);
     } of[2]; /* float, double */
 } Kernels;
 
@@ -239,4 +254,26 @@ API void intbmoe_route(int64_t is_double, int64_t threads, int64_t tokens, int64
     for (int64_t piece = 0; piece < pieces; piece++)
         kernels->of[is_double].route(piece * TOKENS_AT_ONCE, min(tokens, (piece + 1) * TOKENS_AT_ONCE), blocks, choices,
                                      scores, ids, weights);
+}
+
+API void intbmoe_compose(const Composition *p) {
+#pragma omp parallel for num_threads(p->threads) if (p->threads > 1 && p->lines > 1)
+    for (int64_t line = 0; line < p->lines; line++) kernels->of[p->is_double].compose(p, line, line + 1);
+}
+
+/* Each chunk of lines has its own sums of the coefficients' gradient, which are then added in order. */
+API void intbmoe_compose_backward(const Composition *p) {
+    const int64_t entries = p->paths * p->blocks * p->bases, bytes = p->is_double ? sizeof(double) : sizeof(float);
+    const int64_t at_once = max(1, LINES_ENTRIES / p->width);
+#pragma omp parallel for num_threads(p->threads) if (p->threads > 1 && p->chunks > 1)
+    for (int64_t chunk = 0; chunk < p->chunks; chunk++) {
+        const int64_t end = p->lines * (chunk + 1) / p->chunks;
+        void *sums = p->sums ? (char *)p->sums + chunk * entries * bytes : NULL;
+        if (sums) memset(sums, 0, entries * bytes);
+        for (int64_t line = p->lines * chunk / p->chunks; line < end; line += at_once)
+            kernels->of[p->is_double].compose_backward(p, line, min(end, line + at_once), sums);
+    }
+    for (int64_t i = entries; p->sums && i < p->chunks * entries; i++)
+        if (p->is_double) ((double *)p->sums)[i % entries] += ((double *)p->sums)[i];
+        else ((float *)p->sums)[i % entries] += ((float *)p->sums)[i];
 }

@@ -5,8 +5,8 @@
 
 #define CASE(n) \
     case n: \
-        if (direct) NAME(multiply_rows)(n, inner, from, a_stride, whole + c, columns, onto, to, out_stride); \
-        else NAME(multiply_rows)(n, inner, from, a_stride, panel, PANEL, onto, to, out_stride); \
+        if (packed) NAME(multiply_rows)(n, inner, from, a_stride, panel, PANEL, onto, to, out_stride); \
+        else NAME(multiply_rows)(n, inner, from, a_stride, panel, panel_stride, onto, to, out_stride); \
         break;
 #define STREAMED(n) \
     case n: \
@@ -78,6 +78,30 @@ static inline __attribute__((always_inline)) void NAME(multiply_rows)(
     }
 }
 
+/* The same for any number of rows, in pieces of about the same size. */
+static void NAME(multiply_panel)(int64_t rows, int64_t inner, const REAL *a, int64_t a_stride, const REAL *panel,
+                                 int64_t panel_stride, int onto, REAL *out, int64_t out_stride) {
+    const int64_t pieces = (rows + ROWS_AT_ONCE - 1) / ROWS_AT_ONCE;
+    const int packed = panel_stride == PANEL;
+    for (int64_t piece = 0; piece < pieces; piece++) {
+        int64_t first = rows * piece / pieces, count = rows * (piece + 1) / pieces - first;
+        const REAL *from = a + first * a_stride;
+        REAL *to = out + first * out_stride;
+        switch (count) { /* one kernel for each number, so that its sums stay in registers */
+            CASE(1) CASE(2) CASE(3) CASE(4)
+#if ROWS_AT_ONCE > 4
+            CASE(5) CASE(6)
+#endif
+#if ROWS_AT_ONCE > 6
+            CASE(7) CASE(8)
+#endif
+#if ROWS_AT_ONCE > 8
+            CASE(9) CASE(10) CASE(11) CASE(12)
+#endif
+        }
+    }
+}
+
 /* A strip of the weight's columns as panels, one after another; columns beyond the last are zeros. The next strip is on
  * its way meanwhile. */
 static void NAME(pack)(int64_t inner, int64_t columns, const REAL *restrict weight, int64_t stride,
@@ -118,32 +142,16 @@ static void NAME(pack_8_bits)(int64_t inner, int64_t columns, const int8_t *rest
  * Where rows are so few that each panel is read once, it is read where it is, unless it is the last and not full. */
 static void NAME(multiply_part)(int64_t rows, int64_t inner, int64_t columns, const REAL *a, int64_t a_stride,
                                 NAME(matrix) w, int onto, REAL *out, int64_t out_stride, REAL *panels) {
-    const int64_t pieces = (rows + ROWS_AT_ONCE - 1) / ROWS_AT_ONCE;
     const REAL *whole = w.numbers;
     for (int64_t c = 0; c < columns; c += PANEL) {
         const REAL *panel = panels + c % STRIP * inner;
-        const int direct = !w.scales && pieces == 1 && columns - (c - c % STRIP) >= STRIP;
+        const int direct = !w.scales && rows <= ROWS_AT_ONCE && columns - (c - c % STRIP) >= STRIP;
         if (panel == panels && w.scales)
             NAME(pack_8_bits)(inner, columns - c, (const int8_t *)w.numbers + c, columns, panels);
         else if (panel == panels && !direct)
             NAME(pack)(inner, columns - c, whole + c, columns, panels);
-        for (int64_t piece = 0; piece < pieces; piece++) {
-            int64_t first = rows * piece / pieces, count = rows * (piece + 1) / pieces - first;
-            const REAL *from = a + first * a_stride;
-            REAL *to = out + first * out_stride + c;
-            switch (count) { /* one kernel for each number, so that its sums stay in registers */
-                CASE(1) CASE(2) CASE(3) CASE(4)
-#if ROWS_AT_ONCE > 4
-                CASE(5) CASE(6)
-#endif
-#if ROWS_AT_ONCE > 6
-                CASE(7) CASE(8)
-#endif
-#if ROWS_AT_ONCE > 8
-                CASE(9) CASE(10) CASE(11) CASE(12)
-#endif
-            }
-        }
+        NAME(multiply_panel)(rows, inner, a, a_stride, direct ? whole + c : panel, direct ? columns : PANEL, onto,
+                             out + c, out_stride);
     }
 }
 
