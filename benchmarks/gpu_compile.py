@@ -37,6 +37,7 @@ SMALL = [
     ("intbmoe", 96, 384, {"experts": 32, "blocks": 8}, 126),  # IntTravel's
     ("intbmoe", 72, 150, {"experts": 3, "blocks": 20}, 3),
     ("intbmoe", 48, (), {"experts": 2, "blocks": 96}, 40),
+    ("intbmoe", 48, (), {"experts": 2, "blocks": 40, "router_dim": 100}, 6000),  # most shared memory in the router
     ("intbmoe", 48, (), {"experts": 64, "blocks": 64, "hyper_dim": 64}, 40),  # the largest hypernetwork with a kernel
     ("remoe", 64, 128, {"experts": 4}, 40),
     ("deepseek", 64, 128, {"experts": 4}, 40),

@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
 
 import intbmoe
@@ -12,6 +13,9 @@ from interpreter import INTERPRETING, on_device
 
 if not TRITON:
     pytest.skip("Triton is not installed", allow_module_level=True)
+
+from intbmoe.ops import tiles
+from intbmoe.ops.scores import fused as scores_fused
 
 DIM, HIDDEN, TOKENS = (6, 11, 5) if INTERPRETING else (12, 22, 17)
 SWITCHES = {
@@ -157,6 +161,31 @@ def test_compiles_into_one_graph(device):
     found = outputs_and_gradients(torch.compile(layer, fullgraph=True, backend=backend), x, mask, probe)
     for a, b in zip(found, expected, strict=True):
         assert (a - b).norm() <= 1e-5 * (b.norm() + 1e-2)
+
+
+@on_device
+def test_compiles_for_a_range_of_tokens(device, monkeypatch):
+    monkeypatch.setattr(tiles, "ENOUGH_WARPS", 1)  # so that even so few tokens have tilings of their own
+    monkeypatch.setattr(scores_fused, "ENOUGH_PROGRAMS", 1)
+    layer = make().to(device)
+    backend = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(layer, dynamic=True, fullgraph=True, backend=backend)
+    counts = []
+    for tokens in (TOKENS, TOKENS + 1, 4 * TOKENS, 4 * TOKENS + 1):
+        compiled(torch.randn(1, tokens, DIM, device=device, requires_grad=True)).sum().backward()
+        counts.append(backend.frame_count)
+    assert counts[0] == counts[1]
+    assert counts[2] == counts[3] <= counts[0] + 1
+
+
+@on_device
+def test_a_nan_spoils_its_own_token_alone(device):
+    layer = make().to(device)
+    x = inputs()[0].to(device)
+    x[1, 2, 3] = torch.nan
+    assert layer(x).isnan().any(-1).nonzero().tolist() == [[1, 2]]
+    layer.codebook.data[0, 0] = torch.nan
+    assert layer(x).isnan().all(-1).any()
 
 
 @on_device

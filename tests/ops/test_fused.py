@@ -224,11 +224,7 @@ def check_router_scores(device, tokens, half, hidden, choices, dim=70):
     probe, token_probe = torch.randn(tokens, choices), torch.randn(tokens, dim).to(dtype)
     torch.autograd.backward([scores, cast], [probe.to(device), token_probe.to(device)])
     torch.autograd.backward([wanted, exact[0]], [probe.double(), token_probe.double()])
-    if half and not INTERPRETING:  # one TF32 product each
-        for a, b in zip(quick, exact, strict=True):
-            assert (a.grad.cpu() - b.grad).norm() <= 5e-3 * b.grad.norm()
-    else:
-        gradients_near(quick, exact)
+    gradients_near(quick, exact)
 
 
 @on_device
@@ -249,8 +245,16 @@ def test_scores_of_a_large_router(device, hidden, choices):
 def test_router_gradients_in_several_steps(device, dim, hidden, choices, monkeypatch):
     """Three programs sum over two steps each, the last over less; with 300 inputs, tokens have two programs each."""
     monkeypatch.setattr(scores_fused, "ENOUGH_PROGRAMS", 1)
-    monkeypatch.setattr(scores_fused, "TILES", 2)
+    monkeypatch.setattr(scores_fused, "STEPS", 2)
     check_router_scores(device, 150, False, hidden, choices, dim)
+
+
+@on_device
+def test_a_nan_token_has_nan_scores(device):
+    x, maps = torch.randn(3, 8), [torch.randn(shape).to(device) for shape in ((4, 8), (4,), (3, 4), (3,))]
+    x[1, 5] = torch.nan
+    scores, _ = router_scores(x.to(device), maps[:2], maps[2:], torch.float32, "fused")
+    assert scores.isnan().all(1).tolist() == [False, True, False]
 
 
 @on_device
@@ -363,7 +367,10 @@ def test_an_id_out_of_range_takes_no_other_ones_row(device):
 @on_device
 def test_second_derivatives_are_refused(device):
     x = torch.randn(3, 8, device=device, requires_grad=True)
-    y = swiglu_network(x, *(torch.randn(8, 8, device=device) for _ in range(3)))
-    (grad,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
-    with pytest.raises(RuntimeError, match=r"second derivatives.*INTBMOE_TRITON=0"):
-        grad.sum().backward()
+    maps = [torch.randn(8, 8, device=device, requires_grad=True) for _ in range(3)]
+    for wanted in (x, *maps):
+        y = swiglu_network(x, *maps)
+        for whole in (y.sum(), 0):  # with the network's own gradient, and without
+            (grad,) = torch.autograd.grad(y.square().sum(), wanted, create_graph=True)
+            with pytest.raises(RuntimeError, match=r"second derivatives.*INTBMOE_TRITON=0"):
+                (grad.square().sum() + whole).backward(retain_graph=True)

@@ -30,13 +30,14 @@ def _split(x, pieces, size: tl.constexpr):
 
 
 @triton.jit
-def _products(a, b, short, exact, left, right, size: tl.constexpr):
+def _products(a, b, short, exact, left, right, both, size: tl.constexpr):
     place = tl.arange(0, size)[:, None] * size + tl.arange(0, size)[None, :]
     x, y, z = tl.load(a + place), tl.load(b + place), tl.load(short + place)
     none = tl.zeros([size, size], dtype=tl.float32)
     tl.store(exact + place, multiply_pieces(split(x), split(y)))
     tl.store(left + place, multiply_short(z, y, none))
     tl.store(right + place, multiply_short(x, z, none))
+    tl.store(both + place, multiply_short(z, z, none))
 
 
 @on_device
@@ -54,8 +55,8 @@ def test_pieces_are_short_and_add_up_exactly(device, exponent):
 def test_products_are_as_exact_as_in_float32(device):
     a, b = torch.randn(2, SIZE, SIZE, device=device)
     short = torch.randn(SIZE, SIZE, device=device).bfloat16()
-    exact, left, right = torch.full((3, SIZE, SIZE), float("nan"), device=device)
-    _products[1,](a, b, short, exact, left, right, size=SIZE)
-    for found, (x, y) in ((exact, (a, b)), (left, (short, b)), (right, (a, short))):
+    results = torch.full((4, SIZE, SIZE), float("nan"), device=device)
+    _products[1,](a, b, short, *results, size=SIZE)
+    for found, (x, y) in zip(results, ((a, b), (short, b), (a, short), (short, short)), strict=True):
         wanted = x.double() @ y.double()
         assert (found.double() - wanted).norm() <= 2**-21 * wanted.norm()

@@ -161,6 +161,7 @@ def test_operations_are_registered_properly(device, hidden, weights):
     torch.library.opcheck(torch.ops.intbmoe.swiglu_hidden_gradient.default, (y, down, kept))
     torch.library.opcheck(torch.ops.intbmoe.swiglu_token_gradient.default, (y, down, kept, joined))
     factors = rows, plain[0], inner, y
+    torch.library.opcheck(torch.ops.intbmoe.swiglu_products.default, factors)
     operation = torch.ops.intbmoe.swiglu_weight_gradients.default
     torch.library.opcheck(operation, (*factors, hidden, 24, torch.float32))
 

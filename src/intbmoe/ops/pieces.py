@@ -1,9 +1,11 @@
-"""float32 as three bfloat16 numbers, for products on tensor cores that are as exact as in float32.
+"""float32 as three bfloat16 numbers, for products on tensor cores that are about as exact as in float32.
 
-bfloat16 has the exponents of float32 and a third of its significant bits, so three pieces add up to the number exactly.
-A product of a float32 and a bfloat16 matrix takes three products of pieces, one of two float32 matrices six; the others
-are too small to matter. Triton's own "bf16x6" rounds numbers one by one, which a GPU does at a quarter of its speed,
-and does so for every product. Here a mask cuts the bits, and the pieces can serve several products.
+bfloat16 has the exponents of float32 and a third of its significant bits, so three pieces add up to the number exactly
+(below 2^-110, which no gradient needs, the last piece is rounded). A product of a float32 and a bfloat16 matrix takes
+three products of pieces, one of two float32 matrices six; the three that are left out are at most 2^-20 of the product,
+and 2^-24 on average. Triton's own "bf16x6" rounds numbers one by one, which a GPU does at a quarter of its speed, and
+does so for every product. Here a mask cuts the bits, and the pieces can serve several products. The pieces of infinity
+are infinity and NaN, so a product with it may be NaN.
 """
 
 import triton
@@ -48,7 +50,9 @@ def multiply_pieces(a, b):
 @triton.jit
 def multiply_short(a, b, total):
     """``total`` plus the product of two matrices, at least one of them bfloat16."""
-    if a.dtype == tl.bfloat16:
+    if a.dtype == tl.bfloat16 and b.dtype == tl.bfloat16:
+        total = tl.dot(a.to(_PIECE), b.to(_PIECE), total)
+    elif a.dtype == tl.bfloat16:
         high, middle, low = split(b)
         a = a.to(_PIECE)
         total = tl.dot(a, high, tl.dot(a, middle, tl.dot(a, low, total)))

@@ -48,7 +48,7 @@ class Tiling(NamedTuple):
     def chunk(self, width: int, rows: int) -> dict[str, int]:
         """The same as ``tile``, for several tiles; with few rows, programs are small, to use all multiprocessors."""
         sizes = self.tile(width)
-        tiles = min(self.tiles, power_below(rows * sizes["num_warps"] // (sizes["TILE"] * self.spread * ENOUGH_WARPS)))
+        tiles = power_below(rows * sizes["num_warps"] // (sizes["TILE"] * self.spread * ENOUGH_WARPS), self.tiles)
         return {**sizes, "ROWS": sizes["TILE"] * tiles, "STAGES": min(self.stages, tiles)}
 
 
@@ -61,14 +61,20 @@ def tiling_for(width: int, tilings: dict[int | None, Tiling]) -> Tiling:
 def _tile(tiling: Tiling, width: int) -> dict[str, int]:
     pieces = tiling.cut(width)
     block = power_of_2(-(-width // pieces), 16)
-    rows = power_below(tiling.elements // (pieces * block))
-    warps = power_below(rows * pieces * block // (32 * tiling.per_lane))
-    return {"TILE": rows, "BLOCK": block, "num_warps": min(16, warps)}
+    rows = power_below(tiling.elements // (pieces * block), tiling.elements)
+    warps = power_below(rows * pieces * block // (32 * tiling.per_lane), 16)
+    return {"TILE": rows, "BLOCK": block, "num_warps": warps}
 
 
-def power_below(number: int) -> int:
-    """Return the largest power of two up to ``number``, at least 1."""
-    return max(1, power_of_2(number + 1) // 2)
+def power_below(number: int, most: int) -> int:
+    """Return the largest power of two up to ``number``, at least 1 and at most ``most``, itself a power of two.
+
+    It only compares, so a compiler to which the number of rows is unknown learns a range of it and not its value.
+    """
+    power = 1
+    while power < most and 2 * power <= number:
+        power *= 2
+    return power
 
 
 def programs(rows: int, groups: int, size: int) -> int:
@@ -89,6 +95,12 @@ def sigmoid(x):
     else:
         y = tl.sigmoid(x)
     return y
+
+
+@triton.jit
+def relu(x):
+    """max(x, 0), where NaN stays NaN, which ``tl.maximum`` makes 0 on a GPU."""
+    return tl.where(x < 0, 0.0, x)
 
 
 @triton.jit

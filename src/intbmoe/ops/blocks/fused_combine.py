@@ -239,7 +239,7 @@ def _differentiate(ctx, grad, _):
     if any(ctx.needs_input_grad[1:4]):
         columns, ends = row_grad.shape[1], saved[-1]
         with aside(ctx, partials, ends):
-            rows_each = _rows_per_program(grad.shape[1], len(row_grad))
+            rows_each = _rows_per_program(grad.shape[1], row_grad.shape[0])
             bias_grad, totals = sum_partials(partials, ends, rows_each, columns)
             if gain is not None:
                 gain_grad, scale_grad = totals[:-1], totals[-1:]

@@ -356,11 +356,11 @@ def _differentiate(ctx, grad, _):
     width, paths = norm_gain.shape[0], 1 if gain is None else 2
     gain_grad = scale_grad = None
     with aside(ctx, partials, ends):
-        rows_each = _rows_per_program(width, len(rows))
+        rows_each = _rows_per_program(width, rows.shape[0])
         bias_grad, totals = sum_partials(partials, ends, rows_each, paths * width)
         if gain is not None:
             gain_grad, scale_grad = totals[2 * width : 3 * width], totals[3 * width :]
-            scale_grad = scale_grad if len(scale_grad) == 1 else scale_grad.sum(0, keepdim=True)
+            scale_grad = scale_grad if scale_grad.shape[0] == 1 else scale_grad.sum(0, keepdim=True)
     return row_grad, bias_grad, gain_grad, scale_grad, totals[:width], totals[width : 2 * width], None, None
 
 

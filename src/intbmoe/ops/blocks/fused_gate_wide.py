@@ -166,7 +166,7 @@ def scale_columns(width: int) -> int:
 
 def rows_per_program(count: int) -> int:
     """Return how many rows a program of the second kernel sums over: with few rows, programs are small."""
-    return TILE * min(TILES, power_below(count // (TILE * 128)))
+    return TILE * power_below(count // (TILE * 128), TILES)
 
 
 def run_backward(grad, rows, statistics, bias, gain, scale, norm_gain, ends, row_grad, partials):

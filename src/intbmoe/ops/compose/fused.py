@@ -52,7 +52,7 @@ class Cut(NamedTuple):
     precision: str = "tf32x3"
     least_rows: int = 16  # tensor cores take 16 rows and, in backward, 8 bases
     least_bases: int = 16
-    programs: int = 0  # that leave partial sums: at most this many. The same on all devices, as sums depend on it
+    programs: int = 0  # that leave partial sums: about this many. The same on all devices, as sums depend on it
 
 
 # Measured on an H200, except for the first.
@@ -72,7 +72,8 @@ ONE_PASS_MANY_BASES_CUT = Cut(rows=64, bases=64, columns=64, warps=4, least_rows
 ONE_PASS_BASES = 32
 """With more bases, a program of one pass takes more of them, because each tile of bases reads the gradient again."""
 FEW_WARPS, SMALL_BACKWARD_COLUMNS = 1000, 32
-"""A pass of fewer warps than this gets smaller programs, and so does one over wider types, for want of registers."""
+"""A pass of fewer warps than this gets smaller programs. So does one over types other than bfloat16, for want of
+registers."""
 BIAS_COLUMNS = 32  # fewer than of a matrix: biases' gradients are float32, which takes more registers
 
 SMALL_MATRIX = 200_000
@@ -169,7 +170,7 @@ def _base_tiles(sizes: dict[str, Any]) -> int:
 
 def _programs(items: int, tiles: int, cut: Cut) -> int:
     """Return how many programs loop over the items of each tile; all get the same number of items, give or take one."""
-    return ceil_div(items, ceil_div(items, ceil_div(cut.programs, tiles)))
+    return ceil_div(items, max(1, ceil_div(items, ceil_div(cut.programs, tiles))))
 
 
 def _laid_out(*tensors: Tensor | None) -> list[Tensor | None]:

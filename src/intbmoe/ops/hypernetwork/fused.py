@@ -13,6 +13,7 @@ from torch import Tensor
 from intbmoe.ops.launch import launch
 from intbmoe.ops.operation import define, schema_of
 from intbmoe.ops.overlap import begin
+from intbmoe.ops.tiles import relu
 from intbmoe.ops.triton_support import ceil_div, power_of_2
 
 ROWS, BASES, BACKWARD_BASES = 16, 64, 32
@@ -51,7 +52,7 @@ def _hidden(
     centred = tl.where(inside, h - (tl.sum(h, 1) / H)[:, None], 0.0)
     inverse = 1 / tl.sqrt(tl.sum(centred * centred, 1) / H + eps)
     normal = centred * inverse[:, None]
-    q = tl.maximum(normal * _vector(gain, unit, H)[None, :] + _vector(shift, unit, H)[None, :], 0.0)
+    q = relu(normal * _vector(gain, unit, H)[None, :] + _vector(shift, unit, H)[None, :])
     return code, normal, inverse, tl.where(inside, q, 0.0)
 
 
@@ -107,7 +108,7 @@ def _backward(
         if GATE:
             dq += _path_backward(gate_grad, gate, dgate, dgate_bias, q, row, base, unit, K, E, H)
     there = (row < K)[:, None] & (unit < H)[None, :]
-    dq = tl.where(there & (q > 0), dq, 0.0)
+    dq = tl.where(there & ~(q <= 0), dq, 0.0)
     tl.store(dgain + unit, tl.sum(dq * normal, 0), mask=unit < H)
     tl.store(dshift + unit, tl.sum(dq, 0), mask=unit < H)
     dnormal = dq * _vector(gain, unit, H)[None, :]

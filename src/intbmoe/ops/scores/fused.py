@@ -17,10 +17,10 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from intbmoe.ops.launch import launch
-from intbmoe.ops.operation import define, schema_of
+from intbmoe.ops.operation import define
 from intbmoe.ops.overlap import begin
 from intbmoe.ops.pieces import multiply_pieces, split, transposed
-from intbmoe.ops.tiles import power_below, sum_programs
+from intbmoe.ops.tiles import power_below, relu, sum_programs
 from intbmoe.ops.triton_support import ceil_div, multiprocessors, power_of_2, shared_memory
 from intbmoe.precision import autocast_off, wide
 
@@ -37,8 +37,9 @@ Hopper's fastest instructions, which read shared memory, need 64 tokens."""
 BACKWARD_INPUTS, BACKWARD_STAGES = 64, 3
 BACKWARD_WIDE = 32, 2
 """Inputs and stages of all programs' steps; the second with more than 64 hidden units, so that small GPUs have enough
-shared memory. On an H200, the first leave room for three programs on a multiprocessor."""
-ROWS, TILES = 32, 16
+shared memory, for which they need a single stage if there are also more than 32 choices. On an H200, the first leave
+room for three programs on a multiprocessor."""
+ROWS, STEPS = 32, 16
 """Tokens of a step, and steps, of a program that sums parameters' gradients. The same on all devices, as sums
 depend on it."""
 BACKWARD_CHOICES = 64
@@ -76,7 +77,7 @@ def _forward(
         known = (unit < H)[:, None] & (k < D)[None, :]
         weight = tl.load(w1 + unit[:, None] * D + k[None, :], mask=known, other=0.0).to(tl.float32)
         total = tl.dot(values.to(tl.float32), tl.trans(weight), total, input_precision="tf32x3")
-    h = tl.maximum(total + tl.load(b1 + unit, mask=unit < H, other=0.0).to(tl.float32)[None, :], 0.0)
+    h = relu(total + tl.load(b1 + unit, mask=unit < H, other=0.0).to(tl.float32)[None, :])
     tl.store(hidden + row[:, None] * H + unit[None, :], h, mask=there & (unit < H)[None, :])
     known = (choice < K)[:, None] & (unit < H)[None, :]
     weight = tl.load(w2 + choice[:, None] * H + unit[None, :], mask=known, other=0.0).to(tl.float32)
@@ -114,7 +115,7 @@ def _token_program(
     unit = tl.arange(0, HIDDEN)
     ds, h = _loaded(grad, hidden, row, there, H, K, HIDDEN, CHOICES)
     score_weight = _score_weight(w2, H, K, HIDDEN, CHOICES)
-    dh = split(tl.where(h > 0, multiply_pieces(split(ds), score_weight), 0.0))
+    dh = split(tl.where(h <= 0, 0.0, multiply_pieces(split(ds), score_weight)))
     start = program % spans * SPAN
     for first in tl.range(start, min(start + SPAN, D), INPUTS, num_stages=STAGES):
         k = first + tl.arange(0, INPUTS)
@@ -132,19 +133,19 @@ def _token_program(
 def _weight_program(
     chunk, part, grad, x, w2, hidden, partial, count,
     D: tl.constexpr, H: tl.constexpr, K: tl.constexpr, HIDDEN: tl.constexpr, CHOICES: tl.constexpr,
-    ROWS: tl.constexpr, INPUTS: tl.constexpr, TILES: tl.constexpr, STAGES: tl.constexpr,
+    ROWS: tl.constexpr, INPUTS: tl.constexpr, STEPS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Sum the gradient of ``INPUTS`` columns of the hidden layer's weight over a chunk of tokens."""
     unit = tl.arange(0, HIDDEN)
     k = part * INPUTS + tl.arange(0, INPUTS)
     score_weight = _score_weight(w2, H, K, HIDDEN, CHOICES)
     total = tl.zeros([HIDDEN, INPUTS], dtype=tl.float32)
-    for tile in tl.range(TILES, num_stages=STAGES):
-        row = (chunk * TILES + tile) * ROWS + tl.arange(0, ROWS)
+    for step in tl.range(STEPS, num_stages=STAGES):
+        row = (chunk * STEPS + step) * ROWS + tl.arange(0, ROWS)
         there = (row < count)[:, None]
         ds, h = _loaded(grad, hidden, row, there, H, K, HIDDEN, CHOICES)
         values = tl.load(x + row[:, None] * D + k[None, :], mask=there & (k < D)[None, :], other=0.0).to(tl.float32)
-        dh = tl.where(h > 0, multiply_pieces(split(ds), score_weight), 0.0)
+        dh = tl.where(h <= 0, 0.0, multiply_pieces(split(ds), score_weight))
         total += multiply_pieces(transposed(split(dh)), split(values))
     tl.store(partial + unit[:, None] * D + k[None, :], total, mask=(unit < H)[:, None] & (k < D)[None, :])
 
@@ -153,7 +154,7 @@ def _weight_program(
 def _score_program(
     chunk, grad, w2, hidden, partial, count,
     H: tl.constexpr, K: tl.constexpr, HIDDEN: tl.constexpr, CHOICES: tl.constexpr,
-    ROWS: tl.constexpr, TILES: tl.constexpr, STAGES: tl.constexpr,
+    ROWS: tl.constexpr, STEPS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Sum the gradients of the hidden layer's bias, and of the scores' weight and bias, over a chunk of tokens."""
     unit, choice = tl.arange(0, HIDDEN), tl.arange(0, CHOICES)
@@ -161,11 +162,11 @@ def _score_program(
     bias_sum = tl.zeros([ROWS, HIDDEN], dtype=tl.float32)
     score_sum = tl.zeros([HIDDEN, CHOICES], dtype=tl.float32)
     score_bias_sum = tl.zeros([ROWS, CHOICES], dtype=tl.float32)
-    for tile in tl.range(TILES, num_stages=STAGES):
-        row = (chunk * TILES + tile) * ROWS + tl.arange(0, ROWS)
+    for step in tl.range(STEPS, num_stages=STAGES):
+        row = (chunk * STEPS + step) * ROWS + tl.arange(0, ROWS)
         ds, h = _loaded(grad, hidden, row, (row < count)[:, None], H, K, HIDDEN, CHOICES)
         parts = split(ds)
-        bias_sum += tl.where(h > 0, multiply_pieces(parts, score_weight), 0.0)
+        bias_sum += tl.where(h <= 0, 0.0, multiply_pieces(parts, score_weight))
         score_bias_sum += ds
         score_sum += multiply_pieces(transposed(split(h)), parts)
     tl.store(partial + unit, tl.sum(bias_sum, 0), mask=unit < H)
@@ -178,7 +179,7 @@ def _score_program(
 def _backward(
     grad, token_grad, x, w1, w2, hidden, x_grad, partials, count, first,
     D: tl.constexpr, H: tl.constexpr, K: tl.constexpr, HIDDEN: tl.constexpr, CHOICES: tl.constexpr,
-    TOKENS: tl.constexpr, SPAN: tl.constexpr, ROWS: tl.constexpr, INPUTS: tl.constexpr, TILES: tl.constexpr,
+    TOKENS: tl.constexpr, SPAN: tl.constexpr, ROWS: tl.constexpr, INPUTS: tl.constexpr, STEPS: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
     """Programs from ``first`` on compute gradients of tokens. The longer ones before them sum those of parameters.
@@ -198,11 +199,11 @@ def _backward(
     elif part < parts:
         _weight_program(
             chunk, part, grad, x, w2, hidden, partial, count,
-            D, H, K, HIDDEN, CHOICES, ROWS, INPUTS, TILES, STAGES,
+            D, H, K, HIDDEN, CHOICES, ROWS, INPUTS, STEPS, STAGES,
         )  # fmt: skip
     else:
         _score_program(
-            chunk, grad, w2, hidden, partial + H * D, count, H, K, HIDDEN, CHOICES, ROWS, TILES, STAGES
+            chunk, grad, w2, hidden, partial + H * D, count, H, K, HIDDEN, CHOICES, ROWS, STEPS, STAGES
         )  # fmt: skip
 
 
@@ -217,7 +218,7 @@ def _many(x: Tensor) -> bool:
     return ceil_div(x.shape[0], FEW_TOKENS) > multiprocessors(x.device)
 
 
-def _tile(x: Tensor, hidden: int) -> tuple[int, int]:
+def _forward_tile(x: Tensor, hidden: int) -> tuple[int, int]:
     """A program's tokens, and its inputs per step."""
     if _many(x):
         return TOKENS, INPUTS
@@ -229,7 +230,7 @@ def _run(x, weight, bias, score_weight, score_bias, dtype):
     if x.shape[0]:
         x, parameters = x.contiguous(), [tensor.contiguous() for tensor in (weight, bias, score_weight, score_bias)]
         sizes = _sizes(x, weight, score_weight)
-        tile, inputs = _tile(x, sizes["HIDDEN"])
+        tile, inputs = _forward_tile(x, sizes["HIDDEN"])
         launch(
             _forward, (ceil_div(x.shape[0], tile),),
             x, *parameters, scores, hidden, tokens, x.shape[0], **sizes,
@@ -250,32 +251,33 @@ def _allocate(x, weight, bias, score_weight, score_bias, dtype):
 def _run_backward(grad, token_grad, x, weight, score_weight, hidden):
     if score_weight.shape[0] > BACKWARD_CHOICES:
         return _backward_by_torch(grad, token_grad, x, weight, score_weight, hidden)
-    x_grad, partials = _allocate_backward(grad, token_grad, x, weight, score_weight, hidden)
+    x_grad, sums = _allocate_backward(grad, token_grad, x, weight, score_weight, hidden)
     count, width = x.shape
     if count == 0:
-        return x_grad, partials.zero_()
-    inputs, stages = _steps(weight)
-    tokens = BACKWARD_TOKENS if shared_memory(x.device) >= BACKWARD_SHARED else BACKWARD_SMALL
-    tokens = tokens if _many(x) else FEW_TOKENS
-    first = len(partials) * (ceil_div(width, inputs) + 1)
+        return x_grad, sums.zero_()
+    small, wide_layer = shared_memory(x.device) < BACKWARD_SHARED, weight.shape[0] > 64
+    inputs, stages = BACKWARD_WIDE if wide_layer else (BACKWARD_INPUTS, BACKWARD_STAGES)
+    if small and wide_layer and score_weight.shape[0] > 32:
+        stages = 1
+    tokens = (BACKWARD_SMALL if small else BACKWARD_TOKENS) if _many(x) else FEW_TOKENS
+    steps = _steps_per_program(x, inputs)
+    chunks = ceil_div(count, ROWS * steps)
+    partials = sums.new_empty(chunks, len(sums)) if chunks > 1 else sums[None]
+    first = chunks * (ceil_div(width, inputs) + 1)
     launch(
         _backward, (first + ceil_div(count, tokens) * ceil_div(width, BACKWARD_SPAN),),
         grad.contiguous(), None if token_grad is None else token_grad.contiguous(), x.contiguous(),
         weight.contiguous(), score_weight.contiguous(), hidden, x_grad, partials, count, first,
         **_sizes(x, weight, score_weight), TOKENS=tokens, SPAN=BACKWARD_SPAN, ROWS=ROWS, INPUTS=inputs,
-        TILES=_tiles(x, weight), STAGES=stages, num_warps=BACKWARD_WARPS,
+        STEPS=steps, STAGES=stages, num_warps=BACKWARD_WARPS,
     )  # fmt: skip
-    return x_grad, partials
+    return x_grad, sum_programs(partials) if chunks > 1 else sums
 
 
-def _steps(weight: Tensor) -> tuple[int, int]:
-    return (BACKWARD_INPUTS, BACKWARD_STAGES) if weight.shape[0] <= 64 else BACKWARD_WIDE
-
-
-def _tiles(x: Tensor, weight: Tensor) -> int:
+def _steps_per_program(x: Tensor, inputs: int) -> int:
     """Steps of a program that sums; with few tokens they are few, so that all multiprocessors get programs."""
-    programs = ceil_div(x.shape[1], _steps(weight)[0]) + 1  # for the same tokens
-    return min(TILES, power_below(x.shape[0] * programs // (ROWS * ENOUGH_PROGRAMS)))
+    programs = ceil_div(x.shape[1], inputs) + 1  # for the same tokens
+    return power_below(x.shape[0] * programs // (ROWS * ENOUGH_PROGRAMS), STEPS)
 
 
 def _backward_by_torch(grad, token_grad, x, weight, score_weight, hidden):
@@ -285,18 +287,12 @@ def _backward_by_torch(grad, token_grad, x, weight, score_weight, hidden):
         if token_grad is not None:
             x_grad += token_grad
         products = hidden_grad.t() @ wide(x), hidden_grad.sum(0), grad.t() @ hidden, grad.sum(0)
-    return x_grad.to(x.dtype), torch.cat([product.flatten() for product in products])[None]
+    return x_grad.to(x.dtype), torch.cat([product.flatten() for product in products])
 
 
 def _allocate_backward(grad, token_grad, x, weight, score_weight, hidden):
-    whole = score_weight.shape[0] > BACKWARD_CHOICES or x.shape[0] == 0
-    chunks = 1 if whole else ceil_div(x.shape[0], ROWS * _tiles(x, weight))
     count = weight.numel() + weight.shape[0] + score_weight.numel() + score_weight.shape[0]
-    return torch.empty_like(x, memory_format=torch.contiguous_format), x.new_empty(chunks, count, dtype=torch.float32)
-
-
-def _allocate_sums(partials):
-    return partials.new_empty(partials.shape[1:])
+    return torch.empty_like(x, memory_format=torch.contiguous_format), x.new_empty(count, dtype=torch.float32)
 
 
 def _save(ctx, inputs, output):
@@ -311,8 +307,7 @@ def _differentiate(ctx, grad, _, token_grad):
         return None if token_grad is None else token_grad.to(x.dtype), None, None, None, None, None
     if token_grad is not None and token_grad.shape[0] != x.shape[0]:
         token_grad = None  # it belongs to the empty tensor that is returned if no cast is needed
-    x_grad, partials = _router_gradient(grad, token_grad, x, weight, score_weight, hidden)
-    sums = partials[0] if len(partials) == 1 else _sum_gradients(partials)
+    x_grad, sums = _router_gradient(grad, token_grad, x, weight, score_weight, hidden)
     # Each part is a contiguous view of ``sums``, so that autograd takes it without a copy.
     shapes = weight.shape, weight.shape[:1], score_weight.shape, score_weight.shape[:1]
     parts = sums.split([shape.numel() for shape in shapes])
@@ -329,7 +324,6 @@ _router_scores = define(
     _save,
     _differentiate,
 )
-_sum_gradients = define("router_scores_sums", schema_of(_allocate_sums), sum_programs, _allocate_sums)
 _router_gradient = define(
     "router_scores_backward",
     "(Tensor grad, Tensor? token_grad, Tensor x, Tensor weight, Tensor score_weight, Tensor hidden) "

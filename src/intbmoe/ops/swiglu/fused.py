@@ -9,7 +9,7 @@ from intbmoe.ops.swiglu.fused_hidden import hidden_gradient
 from intbmoe.ops.swiglu.fused_join import allocate_joined, join
 from intbmoe.ops.swiglu.fused_product import product
 from intbmoe.ops.swiglu.fused_tokens import token_gradient
-from intbmoe.ops.swiglu.fused_weights import weight_gradients
+from intbmoe.ops.swiglu.fused_weights import products, weight_gradients
 from intbmoe.ops.triton_support import aligned
 
 
@@ -47,6 +47,8 @@ def _save(ctx, inputs, output):
 
 
 def _differentiate(ctx, grad, *_):
+    if grad is None:
+        return (None,) * 5
     x, inner, kept, joined, down = ctx.saved_tensors
     needs_x, *needed = ctx.needs_input_grad[:4]
     if needs_x:
@@ -55,7 +57,8 @@ def _differentiate(ctx, grad, *_):
         hidden_grad, x_grad = hidden_gradient(grad, down, kept), None
     gradients = [None] * 3
     if any(needed) and ctx.fit:
-        gradients = *(hidden_grad.t() @ x).chunk(2), grad.t() @ inner
+        joined_grad, down_grad = products(hidden_grad, x, inner, grad)
+        gradients = *joined_grad.chunk(2), down_grad
     elif any(needed):
         gradients = weight_gradients(hidden_grad, x, inner, grad, *ctx.shape, ctx.dtypes[0])
         gradients = (each.to(dtype) for each, dtype in zip(gradients, ctx.dtypes, strict=True))

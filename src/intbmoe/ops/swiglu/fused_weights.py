@@ -15,7 +15,7 @@ from intbmoe.ops.launch import launch
 from intbmoe.ops.operation import define, schema_of
 from intbmoe.ops.overlap import begin
 from intbmoe.ops.swiglu.fused_join import separate
-from intbmoe.ops.triton_support import ceil_div, power_of_2, shared_memory
+from intbmoe.ops.triton_support import aligned, ceil_div, power_of_2, shared_memory
 
 OUTPUTS, INPUTS, TOKENS, WARPS, STAGES = 128, 128, 64, 4, 3
 """Entries of a tile of the hidden units and of the tokens' width, and tokens at a time. On an H200 the two kernels took
@@ -29,7 +29,8 @@ MOST_ENTRIES, MOST_PARTS, FEWEST_STEPS = 2**16, 16, 4
 def _suits(*factors: Tensor) -> bool:
     """Whether the kernel supports the factors of both products, and is faster than cuBLAS."""
     hidden_grad, x, *_ = factors
-    narrow = hidden_grad.shape[1] // 2 * x.shape[1] <= MOST_ENTRIES
+    # The result's rows must be aligned too, which a single row of x need not be.
+    narrow = hidden_grad.shape[1] // 2 * x.shape[1] <= MOST_ENTRIES and x.shape[1] == aligned(x.shape[1], x.dtype)
     able = x.dtype.itemsize == 2 and all(map(describable, factors)) and shared_memory(x.device) >= SHARED
     return narrow and able and len(x) > 0
 
@@ -93,12 +94,20 @@ def _make_parts(hidden_grad: Tensor, x: Tensor, inner: Tensor, grad: Tensor) -> 
     return joined, filled
 
 
+def _run_products(hidden_grad, x, inner, grad):
+    return hidden_grad.t() @ x, grad.t() @ inner
+
+
+def _allocate_products(hidden_grad, x, inner, grad):
+    return x.new_empty(hidden_grad.shape[1], x.shape[1]), x.new_empty(x.shape[1], inner.shape[1])
+
+
 def _run(hidden_grad, x, inner, grad, hidden, width, dtype):
     grad = grad.contiguous()
     if _suits(hidden_grad, x, inner, grad):
         joined, filled = _make_parts(hidden_grad, x, inner, grad)
     else:
-        joined, filled = (hidden_grad.t() @ x)[None], (grad.t() @ inner)[None]
+        joined, filled = (each[None] for each in _run_products(hidden_grad, x, inner, grad))
     gradients = _allocate(hidden_grad, x, inner, grad, hidden, width, dtype)
     separate(joined, filled, gradients)
     return gradients
@@ -114,5 +123,10 @@ def _flops(hidden_grad_shape, x_shape, inner_shape, *_, **__):
 
 
 # (N, 2·h) gradients [gate | up], (N, d) tokens, (N, h) inputs and (N, d) gradient of the last product → the gradients
-# in ``dtype`` of ``hidden`` units and ``width`` columns, which may be fewer.
+# (2·h, d) and (d, h) of the joined matrices. It is an operation so that a second derivative is refused: autograd would
+# differentiate torch's products, but not what forward has kept for them.
+products = define("swiglu_products", schema_of(_allocate_products, 2), _run_products, _allocate_products, flops=_flops)
+
+# The same → the gradients of all three matrices, in ``dtype``, of ``hidden`` units and ``width`` columns, which may be
+# fewer.
 weight_gradients = define("swiglu_weight_gradients", schema_of(_allocate, 3), _run, _allocate, flops=_flops)
