@@ -24,6 +24,17 @@ def test_a_study_of_labels_has_just_these_for_every_seed(monkeypatch):
     assert [entry.label for entry in entries[:2]] == list(own.labels)
 
 
+def test_pairs_within_reach_of_a_decision_get_more_seeds(monkeypatch):
+    own = replace(study_plan.STUDIES["digits"], pairs=("intbmoe", "vmoe"))
+    monkeypatch.setitem(study_plan.STUDIES, "digits", own)
+    entries = study_plan.make_plan(["digits"], stages=("pairs",))
+    assert [(entry.label, entry.seed) for entry in entries] == [
+        (label, seed) for seed in (3, 4, 5) for label in ("intbmoe", "vmoe")
+    ]
+    before = {entry.digest for entry in study_plan.make_plan(["digits"], stages=study_plan.STAGES[:5])}
+    assert before.isdisjoint(entry.digest for entry in entries)
+
+
 def test_equal_time_gives_the_quicker_one_more_steps(monkeypatch, tmp_path):
     rows = {"intbmoe": {"step_ms": 30.0}, "dense-wide": {"step_ms": 20.0}}
     (tmp_path / TIMING.format("digits")).write_text(json.dumps({"rows": rows}))

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from benchmarks.study.studies import ONE_LAYER, STUDIES, Study
+from benchmarks.study.studies import MORE_SEEDS, ONE_LAYER, STUDIES, Study
 
 from intbmoe.checks import require
 from intbmoe.recipes import load_recipe, recipe_from_dict, recipe_to_dict
@@ -25,12 +25,13 @@ from intbmoe.train.run import FREE_TO_CHANGE
 
 SOURCE = Path(__file__).parents[2] / "src" / "intbmoe"
 RESULTS = Path(__file__).parents[1] / "results" / "study"
-STAGES = ("first", "methods", "compute", "ablations", "seeds", "rest")
+STAGES = ("first", "methods", "compute", "ablations", "seeds", "pairs", "rest")
 """first       dense, IntBMoE and the baselines expected to be best, first seed
 methods     all other methods, first seed
 compute     models with IntBMoE's compute, dense ones with that of its one-layer form, dense in its place, first seed
 ablations   ablations of IntBMoE, first seed
 seeds       two more seeds of dense (in both places), IntBMoE, wide networks and the two best baselines by validation
+pairs       three more seeds of the variants whose difference is within reach of a decision
 rest        two more seeds of everything else"""
 TUNING = "tune"
 """A separate stage, run only on demand: short runs over learning rates, whose test metrics are thrown away."""
@@ -90,7 +91,7 @@ def _entries(name: str, overrides: Sequence[str], stages: Sequence[str], summari
     first_seed, *more = recipe.seeds
     entries, seen = [], {}
     for stage in ("first", "methods", "compute", "ablations"):
-        if not set(stages) & {stage, "seeds", "rest"}:
+        if not set(stages) & {stage, "seeds", "pairs", "rest"}:
             continue
         for variant in _variants(recipe, stage, study.first):
             if variant.label not in seen:
@@ -101,6 +102,9 @@ def _entries(name: str, overrides: Sequence[str], stages: Sequence[str], summari
         for label, variant in seen.items():
             stage = "seeds" if label in repeated else "rest"
             entries.append(_entry(name, stage, recipe, variant, seed, {**study.settings, **given}))
+    for seed in range(max(recipe.seeds) + 1, max(recipe.seeds) + 1 + MORE_SEEDS):
+        for label in study.pairs:
+            entries.append(_entry(name, "pairs", recipe, seen[label], seed, {**study.settings, **given}))
     return [entry for entry in entries if entry.stage in stages]
 
 

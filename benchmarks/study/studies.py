@@ -10,6 +10,10 @@ ONE_LAYER = "intbmoe-one_layer"
 """The ablation that costs much less; it is also compared with dense networks of its own compute."""
 
 
+MORE_SEEDS = 3
+"""Chosen on 2026-11-19, before any of them was trained; they count whatever they show."""
+
+
 @dataclass(frozen=True)
 class Study:
     recipe: str
@@ -24,6 +28,7 @@ class Study:
     labels: tuple[str, ...] = ()  # only these variants, with all seeds, instead of the stages' own
     sets: str = ""  # only the variants of these sets, with the first seed
     as_long_as: str = ""  # a label: each variant trains for as much time as this one, by the measured time of a step
+    pairs: tuple[str, ...] = ()  # variants within reach of a decision, which get ``MORE_SEEDS`` further seeds
     own_rates: bool = False  # whether each label has all rates of the recipe's study, then more seeds at its best rate
 
 
@@ -56,6 +61,7 @@ STUDIES = {
         epoch_steps=IMAGES_STEPS,
         rates=(5e-4, 1e-3, 2e-3),
         tuning={"train.epochs": 5.0, "train.warmup": 0.5},
+        pairs=("intbmoe", PLACED, "deepseek"),
     ),
     "wikipedia": Study(
         "wikipedia",
@@ -65,6 +71,7 @@ STUDIES = {
         rates=(1e-3, 2e-3, 4e-3),
         tuning={"train.steps": 200, "train.warmup": 0.01},
         tuned=TUNED_TEXT,
+        pairs=("intbmoe", ONE_LAYER, "dense-wide", "remoe"),
     ),
     "foursquare": Study(
         "foursquare",
