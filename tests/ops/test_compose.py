@@ -1,10 +1,15 @@
 """Composition and its gradients: plain torch and the compiled library against the equation."""
 
+import ctypes
+from contextlib import nullcontext
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.autograd import forward_ad
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from intbmoe.ops import native as library
@@ -92,6 +97,32 @@ def test_every_instruction_set_and_number_of_threads(dtype, instructions, two_th
 
 
 @needs_library
+@pytest.mark.parametrize(
+    "sizes", [(1, 8, native.MOST_ROWS, 3, 50), (2, native.MOST_ROWS // 2, 8, 3, 50), (2, 2, 3, 70, 4100)]
+)
+def test_the_largest_sizes_and_many_chunks(sizes):
+    compare(*tensors(*sizes))
+
+
+@needs_library
+def test_the_library_takes_what_is_sent_to_it():
+    for name, value in (("narrowest", native.NARROWEST), ("most_rows", native.MOST_ROWS)):
+        assert ctypes.c_int64.in_dll(library.LIBRARY, f"intbmoe_{name}").value == value
+
+
+@needs_library
+def test_strided_coefficients_and_gradients():
+    coefficients, pool = tensors(2, 3, 4, 5, 40)
+    strided = coefficients.detach().permute(2, 0, 1).contiguous().permute(1, 2, 0).requires_grad_()
+    composed = native.product(strided, pool)
+    assert torch.equal(composed, native.product(coefficients, pool))
+    whole = torch.randn(3, 80, 5, dtype=torch.float64)
+    for grad in (whole.transpose(1, 2), whole[:1, :1].expand(3, 5, 5).repeat(1, 1, 16)[:1].expand(3, 5, 80), -whole.mT):
+        found = torch.autograd.grad(composed, (strided, pool), grad, retain_graph=True)
+        torch.testing.assert_close(found, plain.gradients(grad, coefficients, pool))
+
+
+@needs_library
 def test_the_library_has_first_and_second_derivatives():
     coefficients, pool = tensors(2, 2, 2, 1, native.NARROWEST)
     assert torch.autograd.gradcheck(native.product, (coefficients, pool))
@@ -144,15 +175,73 @@ def test_when_the_library_composes(monkeypatch):
     assert not run("naive")
     assert not run(pool=pool.transpose(1, 2).contiguous().transpose(1, 2))
     assert not run(pool=pool[..., : native.NARROWEST - 1].contiguous())
-    with FlopCounterMode(display=False) as counter:
-        assert not run()
-    assert counter.get_total_flops() == 2 * 6 * 4 * 200
     with forward_ad.dual_level():
         assert not run()
     many = torch.randn(native.MOST_ROWS + 1, 1, 40)
     called.clear()
     compose(Coefficients(torch.randn(1, len(many)), None, 1.0), many, torch.float32, "grouped")
     assert not called
+
+
+@needs_library
+def test_counted_operations_are_plain_torch():
+    coefficients, pool = tensors(2, 3, 4, 5, 40)
+    with FlopCounterMode(display=False) as counter:
+        composed = native.product(coefficients, pool)
+        assert counter.get_total_flops() == 2 * 6 * 4 * 200
+        composed.sum().backward()
+    assert counter.get_total_flops() == 3 * 2 * 6 * 4 * 200
+
+
+@needs_library
+@pytest.mark.parametrize("counted", ["forward", "backward"])
+def test_checkpointing_while_only_one_pass_is_counted(counted):
+    coefficients, pool = tensors(2, 3, 4, 5, 40)
+    expected = results(plain.product, coefficients, pool, torch.ones(3, 5, 80, dtype=torch.float64))
+    composed = []
+
+    def forward():
+        composed.append(checkpoint(native.product, coefficients, pool, use_reentrant=False))
+
+    def backward():
+        composed[0].sum().backward()
+
+    for name, run in (("forward", forward), ("backward", backward)):
+        with FlopCounterMode(display=False) if name == counted else nullcontext():
+            run()
+    torch.testing.assert_close((composed[0], coefficients.grad, pool.grad), expected)
+
+
+@needs_library
+@pytest.mark.parametrize("change", [lambda x: x, lambda x: x.transpose(-1, -2).contiguous().transpose(-1, -2)])
+def test_saved_tensors_may_return_in_another_layout(change):
+    coefficients, pool = tensors(2, 3, 4, 5, 40)
+    grad = torch.randn(3, 5, 80, dtype=torch.float64)
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: x, change):
+        composed = native.product(coefficients, pool)
+    found = torch.autograd.grad(composed, (coefficients, pool), grad)
+    torch.testing.assert_close(found, plain.gradients(grad, coefficients, pool))
+
+
+@needs_library
+def test_a_program_traced_before_dispatch_is_not_its_result():
+    pool = torch.randn(4, 5, 40)
+
+    def composed(value):
+        return compose(Coefficients(value, None, 1.0), pool, torch.float32, "grouped")
+
+    traced = make_fx(composed, pre_dispatch=True)(torch.randn(3, 4))
+    other = torch.randn(3, 4)
+    torch.testing.assert_close(traced(other), composed(other))
+
+
+@needs_library
+@pytest.mark.parametrize("lazy", [torch._neg_view, lambda x: torch._efficientzerotensor(x.shape, dtype=x.dtype)])
+def test_gradients_that_are_not_what_lies_in_memory(lazy):
+    coefficients, pool = tensors(2, 3, 4, 5, 40)
+    grad = lazy(torch.randn(3, 5, 80, dtype=torch.float64))
+    found = torch.autograd.grad(native.product(coefficients, pool), (coefficients, pool), grad)
+    torch.testing.assert_close(found, plain.gradients(grad.resolve_neg().clone(), coefficients, pool))
 
 
 @needs_library

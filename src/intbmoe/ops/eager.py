@@ -36,17 +36,25 @@ def readable(x: Tensor) -> bool:
     """Whether a number can be read from ``x`` without waiting for a device or breaking a graph."""
     if torch.compiler.is_compiling() or torch.jit.is_tracing():
         return False
-    # Only a plain tensor: one that has only a shape and a type (FakeTensorMode) has no number to read, and one that
-    # stands for many (the gradients of torch.autograd.grad with is_grads_batched) has none of its own.
-    return type(x) in (Tensor, nn.Parameter) and x.is_cpu and not torch._C._functorch.is_legacy_batchedtensor(x)
+    # Only a plain tensor: one that has only a shape and a type (FakeTensorMode) has no number to read.
+    return type(x) in (Tensor, nn.Parameter) and x.is_cpu
 
 
-def untraced(x: Tensor) -> bool:
-    """Whether nothing traces, maps or counts operations on ``x``; a derivative may still be wanted."""
-    # The second condition is FlopCounterMode and the like.
-    return readable(x) and torch._C._len_torch_dispatch_stack() == 0 and not transformed()
+def plain_numbers(x: Tensor) -> bool:
+    """Whether ``x`` is numbers in the CPU's memory, and nothing traces or maps operations on it.
+
+    Not so if it stands for many tensors (gradients with is_grads_batched), for zeros, or for numbers to be negated.
+    """
+    if not readable(x) or transformed() or torch._ops._len_torch_dispatch_stack_pre_dispatch() > 0:
+        return False
+    return not (torch._C._functorch.is_legacy_batchedtensor(x) or x._is_zerotensor() or x.is_neg())
+
+
+def recorded() -> bool:
+    """Whether a mode such as FlopCounterMode sees every operation."""
+    return torch._C._len_torch_dispatch_stack() > 0
 
 
 def unobserved(x: Tensor) -> bool:
     """Whether nothing differentiates, traces, maps or counts operations on ``x``."""
-    return untraced(x) and not torch.is_grad_enabled()
+    return plain_numbers(x) and not recorded() and not torch.is_grad_enabled()

@@ -61,7 +61,7 @@ def define(
     def refuse(ctx: Any, *grads: Tensor | None) -> None:
         raise RuntimeError(
             f"intbmoe::{name} has no derivative of its own: for second derivatives use plain torch, "
-            f"layer.backend = 'grouped' or the environment variable INTBMOE_TRITON=0"
+            f"layer.backend = 'grouped' with layer.recompute = False, or the environment variable INTBMOE_TRITON=0"
         )
 
     torch.library.register_autograd(f"intbmoe::{name}", differentiate or refuse, setup_context=keep)

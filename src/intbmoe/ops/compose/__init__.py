@@ -7,6 +7,7 @@ from torch import Tensor
 
 from intbmoe.ops.backend import Backend
 from intbmoe.ops.compose import naive, native, plain
+from intbmoe.ops.eager import recorded
 from intbmoe.precision import cast, wide
 
 
@@ -49,14 +50,14 @@ def compose_gradients(
         rows = rows.view(-1, *value.shape)
     else:
         paths, bases = torch.stack(coefficients.paths), wide(pool)
-        way = native if _compiled(backend, paths, bases) else plain
+        way = native if _compiled(backend, paths, bases) and not recorded() else plain
         rows, pool_grad = way.gradients(wide(grad), paths, bases)
         rows = rows * coefficients.factor
     return rows[0], None if coefficients.gate is None else rows[1], cast(pool_grad, pool.dtype)
 
 
 def _compiled(backend: Backend, paths: Tensor, bases: Tensor) -> bool:
-    """Whether the compiled library composes: also in training, unlike what else it does."""
+    """Whether the compiled library composes; it does so in training too, where its other operations do not run."""
     return backend in ("native", "grouped") and native.suits(paths, bases)
 
 

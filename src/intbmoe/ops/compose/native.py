@@ -6,15 +6,13 @@ import torch
 from torch import Tensor
 
 from intbmoe.ops.compose import plain
-from intbmoe.ops.eager import untraced
+from intbmoe.ops.eager import plain_numbers, recorded
 from intbmoe.ops.native import DTYPES, LIBRARY, address
 
-NARROWEST = 32
-"""The fewest columns that the library takes: those of a panel of float32 with the widest instructions."""
-MOST_ROWS = 512
-"""The most bases, and blocks times paths: MOST_GATHERED of ``native.c``."""
+NARROWEST, MOST_ROWS = 32, 128
+"""The fewest columns of a base, and the most bases and most blocks times paths, that the library takes. With more rows,
+and with more coefficients than the next, there is so much to multiply that torch is as fast."""
 MOST_COEFFICIENTS = 4096
-"""With more, there is so much to multiply that torch is as fast, which reads and writes more."""
 MOST_CHUNKS, FEWEST_ENTRIES = 64, 4096
 """Chunks of lines that are summed apart for the coefficients' gradient, and entries of a base in a chunk. They do not
 depend on the number of threads, so the gradient does not either."""
@@ -31,9 +29,9 @@ class _Composition(ctypes.Structure):
 
 
 def suits(coefficients: Tensor, pool: Tensor) -> bool:
-    """Whether the library can take these tensors, here and now."""
+    """Whether the library can take these tensors, unless their operations are being recorded."""
     # In this order: a compiler understands the first condition, and must not see the rest.
-    if not (untraced(pool) and untraced(coefficients)) or LIBRARY is None:
+    if not (plain_numbers(pool) and plain_numbers(coefficients)) or LIBRARY is None:
         return False
     paths, blocks, bases = coefficients.shape
     few = max(paths * blocks, bases) <= MOST_ROWS and coefficients.numel() <= MOST_COEFFICIENTS
@@ -45,8 +43,9 @@ def _describe(coefficients: Tensor, pool: Tensor, composed: Tensor) -> _Composit
     (bases, lines, width), blocks = pool.shape, composed.shape[0]
     paths = coefficients.numel() // (blocks * bases)
     chunks = max(1, min(lines, MOST_CHUNKS, lines * width // FEWEST_ENTRIES))
+    threads = min(chunks, torch.get_num_threads())
     return _Composition(
-        paths, blocks, bases, lines, width, chunks, torch.get_num_threads(), pool.dtype.itemsize == 8,
+        paths, blocks, bases, lines, width, chunks, threads, pool.dtype.itemsize == 8,
         *(address(each, pool.dtype) for each in (coefficients, pool, composed)),
     )  # fmt: skip
 
@@ -54,7 +53,9 @@ def _describe(coefficients: Tensor, pool: Tensor, composed: Tensor) -> _Composit
 class _Compose(torch.autograd.Function):
     @staticmethod
     def forward(ctx, coefficients, pool):
-        ctx.save_for_backward(coefficients, pool)
+        ctx.save_for_backward(coefficients, pool)  # also if plain torch composes: checkpointing compares what is saved
+        if recorded():
+            return plain.product(coefficients, pool)
         (paths, blocks, _), (_, lines, width) = coefficients.shape, pool.shape
         composed = pool.new_empty(blocks, lines, paths * width)
         coefficients = coefficients.contiguous()
@@ -64,7 +65,9 @@ class _Compose(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         coefficients, pool = ctx.saved_tensors
-        if torch.is_grad_enabled() or not untraced(grad):  # for second derivatives, or of many gradients at once
+        # What was saved may come back in another form (saved_tensors_hooks). With gradients, for second derivatives.
+        fit = plain_numbers(grad) and suits(coefficients, pool) and not recorded()
+        if torch.is_grad_enabled() or not fit:
             return plain.gradients(grad, coefficients, pool)
         return gradients(grad, coefficients, pool, ctx.needs_input_grad)
 

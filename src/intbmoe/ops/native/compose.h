@@ -1,11 +1,14 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Composition of blocks and its gradients, for kernels.h. A line is a row of a matrix, and lies at the same place in the
- * matrices of all bases. All that is multiplied at a place is in the cache at the same time, so that the pool, the
- * blocks and their gradients are read or written once. The places of one panel in all matrices are gathered first:
- * their distances are often such that the cache could not hold them all. A line must have PANEL columns; if its last
- * panel would not be full, it begins earlier, and computes some columns again. */
+ * matrices of all bases. Some lines of all matrices are in the cache at the same time, so that the pool, the blocks and
+ * their gradients go to and from memory once.
+ *
+ * For the blocks and the pool's gradient, a panel of the same line of each matrix is gathered first: distances near
+ * powers of two would map them to the same sets of the cache. A line must have at least PANEL columns; if its last panel
+ * would not be full, it begins earlier, and computes some columns again. */
 
-#define DOTS (ROWS_AT_ONCE > 6 ? 4 : 3) /* rows and bases whose products are summed in registers at once */
+_Static_assert(PANEL <= NARROWEST, "a line of NARROWEST columns must fill a panel");
+#define DOTS (ROWS_AT_ONCE > 6 ? 4 : 3) /* blocks and bases whose products are summed in registers at once */
 #define PANEL_OF(column, width) ((column) + PANEL <= (width) ? (column) : (width) - PANEL)
 
 /* A panel of some rows, side by side; the next is on its way meanwhile. */
@@ -20,7 +23,7 @@ static inline void NAME(gather)(int64_t rows, const REAL *restrict from, int64_t
 /* Lines of the blocks: coefficients (paths, blocks, bases) times the bases. */
 static void NAME(compose)(const Composition *p, int64_t first, int64_t end) {
     const int64_t size = p->lines * p->width, path_size = p->blocks * p->bases;
-    REAL panel[MOST_GATHERED * PANEL];
+    REAL panel[MOST_ROWS_COMPOSED * PANEL];
     for (int64_t line = first; line < end; line++)
         for (int64_t column = 0; column < p->width; column += PANEL) {
             const int64_t c = PANEL_OF(column, p->width);
@@ -35,7 +38,7 @@ static void NAME(compose)(const Composition *p, int64_t first, int64_t end) {
 /* Lines of the pool's gradient: coefficients (bases, paths, blocks) times the blocks' gradient. */
 static void NAME(pool_gradient)(const Composition *p, int64_t first, int64_t end) {
     const int64_t size = p->lines * p->width, rows = p->paths * p->blocks;
-    REAL panel[MOST_GATHERED * PANEL];
+    REAL panel[MOST_ROWS_COMPOSED * PANEL];
     for (int64_t line = first; line < end; line++)
         for (int64_t column = 0; column < p->width; column += PANEL) {
             const int64_t c = PANEL_OF(column, p->width);
@@ -47,14 +50,20 @@ static void NAME(pool_gradient)(const Composition *p, int64_t first, int64_t end
         }
 }
 
+/* A vector of numbers of which the first ``skipped`` are zero. */
+static inline NAME(vector) NAME(last_of)(const REAL *from, int64_t skipped) {
+    NAME(bits) kept;
+    for (int64_t lane = 0; lane < LANES; lane++) kept[lane] = lane < skipped ? 0 : ~(BITS)0;
+    return (NAME(vector))((NAME(bits))*(const NAME(unaligned) *)from & kept);
+}
+
 /* Add to DOTS × DOTS of the coefficients' gradient what some lines contribute. Blocks and bases beyond the last are the
- * last again, and not stored. */
+ * last again, and not stored. If columns remain, the last vector of a line begins earlier, with zeros. */
 static void NAME(add_dots)(const Composition *p, int64_t path, int64_t block, int64_t base, int64_t first, int64_t end,
                            REAL *sums) {
     const int64_t size = p->lines * p->width;
     const REAL *grads[DOTS], *bases[DOTS];
     NAME(vector) totals[DOTS][DOTS] = {0};
-    REAL rests[DOTS][DOTS] = {0};
     for (int i = 0; i < DOTS; i++) {
         const int64_t k = block + i < p->blocks ? block + i : p->blocks - 1;
         const int64_t e = base + i < p->bases ? base + i : p->bases - 1;
@@ -72,13 +81,19 @@ static void NAME(add_dots)(const Composition *p, int64_t path, int64_t block, in
                 UNROLL for (int j = 0; j < DOTS; j++) totals[i][j] += grad * values[j];
             }
         }
-        for (; c < p->width; c++)
-            UNROLL for (int i = 0; i < DOTS; i++)
-                UNROLL for (int j = 0; j < DOTS; j++) rests[i][j] += grads[i][from + c] * bases[j][at + c];
+        if (c < p->width) {
+            const int64_t start = p->width - LANES;
+            NAME(vector) values[DOTS];
+            UNROLL for (int j = 0; j < DOTS; j++) values[j] = NAME(last_of)(bases[j] + at + start, c - start);
+            UNROLL for (int i = 0; i < DOTS; i++) {
+                NAME(vector) grad = NAME(last_of)(grads[i] + from + start, c - start);
+                UNROLL for (int j = 0; j < DOTS; j++) totals[i][j] += grad * values[j];
+            }
+        }
     }
     for (int i = 0; i < DOTS && block + i < p->blocks; i++)
         for (int j = 0; j < DOTS && base + j < p->bases; j++) {
-            REAL sum = rests[i][j];
+            REAL sum = 0;
             for (int lane = 0; lane < LANES; lane++) sum += totals[i][j][lane];
             sums[(path * p->blocks + block + i) * p->bases + base + j] += sum;
         }

@@ -7,8 +7,8 @@
  * at most 12, of the product; FACTORS_BY_LANE where an instruction can multiply by one lane of a register, which saves
  * loads; NAME(x), a name of this pair.
  *
- * Every sum runs in an order that depends on the width alone, so a row's result depends neither on the rows beside it
- * nor on how rows are dealt to threads.
+ * Every sum of a row runs in an order that depends on the width alone, so its result depends neither on the rows beside
+ * it nor on how rows are dealt to threads. The gradient of coefficients depends on all sizes, but not on the threads.
  */
 
 #define LANES (VECTOR_BYTES / (int64_t)sizeof(REAL))

@@ -26,8 +26,9 @@
 #define TOKENS_AT_ONCE 512
 #define DEPTH 384  /* inputs of a product that are summed at once: so many rows of a weight are at hand (TLB, cache) */
 #define CHUNK 1024 /* columns of a weight that a few rows are multiplied by at once: their sums stay in the cache */
-#define LINES_ENTRIES 2048 /* of each matrix whose gradients are computed at once, so that they stay in the cache */
-#define MOST_GATHERED 512 /* bases, and blocks times paths, that can be composed: their panels lie on the stack */
+#define CACHED 65536 /* entries of all matrices whose gradients are computed at once, so that they stay in the cache */
+#define NARROWEST 32 /* columns of bases that can be composed */
+#define MOST_ROWS_COMPOSED 128 /* bases, and blocks times paths: one panel of all of them lies on the stack */
 #define STRIP_BYTES 128 /* of each row of a weight that are packed at once: whole lines of the cache */
 
 enum { BLOCK, GELU, SWIGLU };
@@ -256,6 +257,9 @@ API void intbmoe_route(int64_t is_double, int64_t threads, int64_t tokens, int64
                                      scores, ids, weights);
 }
 
+/* For ``ops/compose/native.py``, which must not ask for anything else. */
+API const int64_t intbmoe_narrowest = NARROWEST, intbmoe_most_rows = MOST_ROWS_COMPOSED;
+
 API void intbmoe_compose(const Composition *p) {
 #pragma omp parallel for num_threads(p->threads) if (p->threads > 1 && p->lines > 1)
     for (int64_t line = 0; line < p->lines; line++) kernels->of[p->is_double].compose(p, line, line + 1);
@@ -264,7 +268,7 @@ API void intbmoe_compose(const Composition *p) {
 /* Each chunk of lines has its own sums of the coefficients' gradient, which are then added in order. */
 API void intbmoe_compose_backward(const Composition *p) {
     const int64_t entries = p->paths * p->blocks * p->bases, bytes = p->is_double ? sizeof(double) : sizeof(float);
-    const int64_t at_once = max(1, LINES_ENTRIES / p->width);
+    const int64_t at_once = max(1, CACHED / (p->width * (p->bases + p->paths * p->blocks)));
 #pragma omp parallel for num_threads(p->threads) if (p->threads > 1 && p->chunks > 1)
     for (int64_t chunk = 0; chunk < p->chunks; chunk++) {
         const int64_t end = p->lines * (chunk + 1) / p->chunks;

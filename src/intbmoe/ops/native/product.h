@@ -15,6 +15,7 @@
         break;
 
 typedef REAL NAME(vector) __attribute__((vector_size(VECTOR_BYTES)));
+typedef BITS NAME(bits) __attribute__((vector_size(VECTOR_BYTES)));
 typedef REAL NAME(unaligned) __attribute__((vector_size(VECTOR_BYTES), aligned(sizeof(REAL)), may_alias));
 
 /* The weight of a linear map: REAL, or, with a scale for each column, int8. */
