@@ -1,10 +1,10 @@
 """Makes tables that show which differences of the study are more than chance: each method against some of the others.
 
 Pairs are compared over the seeds that both methods have, as in ``intbmoe compare`` (``intbmoe/compare/pairs.py``). The
-variance between trainings comes from the seeds, pooled over all methods of the study. The variance between test
-examples comes from a bootstrap, if both runs kept their outcomes (``STEM.npz`` next to a summary; runs before
-2026-11-17 did not). All p-values are two-sided, with Holm's correction for all pairs of a table. If no method has two
-seeds, the p-values are McNemar's, which cover the test examples alone.
+variance between trainings comes from the seeds: a method's own if it has more than three, otherwise pooled over the
+methods of the study. The variance between test examples comes from a bootstrap, if both runs kept their outcomes
+(``STEM.npz`` next to a summary; runs before 2026-11-17 did not). All p-values are two-sided, with Holm's correction for
+all pairs of a table. If no method has two seeds, the p-values are McNemar's, which cover the test examples alone.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,7 +15,20 @@ from typing import Any
 
 import numpy as np
 
-from intbmoe.compare.pairs import Difference, Metric, compare_in_pairs, holm, judge, paired, pooled_spread, resampled
+from intbmoe.compare.pairs import (
+    FEW_SEEDS,
+    UNSTEADY,
+    Difference,
+    Metric,
+    Spread,
+    compare_in_pairs,
+    find_unsteady,
+    holm,
+    judge,
+    paired,
+    resampled,
+    spreads,
+)
 from intbmoe.compare.summary import confidence_intervals
 from intbmoe.recipes import recipe_from_dict
 from intbmoe.report.numbers import NOTHING, format_metric
@@ -30,7 +43,7 @@ SURE, LEAST = 0.05, 0.0001  # the level of a claim, and the smallest p-value tha
 
 
 def values_text(rows: Rows, split: str, metric: str) -> dict[str, str]:
-    """Returns each row's mean ± 95 % interval; the variance is pooled over the rows."""
+    """Returns each row's mean ± 95 % interval; rows with few seeds share their variance."""
     values = [[run[split][metric] for run in found] for found in rows.values()]
     cells = zip(rows, values, confidence_intervals(values), strict=True)
     return {label: format_metric(metric, fmean(found), interval) for label, found, interval in cells}
@@ -48,7 +61,7 @@ def claims_text(rows: Rows, bases: Mapping[str, str], study: Rows, metric: str |
     metric, higher = metric or one["metric"], one["higher_is_better"] and metric in (None, one["metric"])
     everything = {**study, **rows}
     tests = {split: values_text(everything, split, metric) for split in ("test", "valid")}
-    spread = pooled_spread([[run["test"][metric] for run in runs] for runs in everything.values()])
+    spread = row_spreads(everything, metric)
     found, with_examples = differences(rows, list(bases), metric, spread)
     header = ["Method", f"{metric}, test", "valid", *bases.values(), "Seeds"]
     lines = []
@@ -56,18 +69,42 @@ def claims_text(rows: Rows, bases: Mapping[str, str], study: Rows, metric: str |
         cells = [NOTHING if label == base else _cell(found.get((label, base)), metric, higher) for base in bases]
         seeds = " ".join(str(run["seed"]) for run in runs)
         lines.append([runs[0]["title"], tests["test"][label], tests["valid"][label], *cells, seeds])
-    return f"{Table.of_texts('', header, lines).markdown()}\n\n{_note(found, with_examples, metric)}"
+    note = f"{_note(found, with_examples, metric)}{name_unsteady(rows, everything, metric)}"
+    return f"{Table.of_texts('', header, lines).markdown()}\n\n{note}"
+
+
+def row_spreads(rows: Rows, metric: str) -> dict[str, Spread | None]:
+    """Returns the spread between the runs of each row on the test split."""
+    return dict(zip(rows, spreads(_values(rows, metric)), strict=True))
+
+
+def name_unsteady(rows: Rows, study: Rows, metric: str) -> str:
+    """Returns a sentence about those of ``rows`` that are judged by their own spread because it is so wide, if any."""
+    labels = list(study)
+    unsteady = [labels[place] for place in sorted(find_unsteady(_values(study, metric)))]
+    found = [rows[label][0]["title"] for label in unsteady if label in rows]
+    if not found:
+        return ""
+    return (
+        f" The runs of {' and '.join(found)} differ much more than those of other rows (Cochran's test for outlying "
+        f"variances, {100 * UNSTEADY:.0f} %), so {'they have' if len(found) > 1 else 'it has'} a spread of "
+        f"{'their' if len(found) > 1 else 'its'} own."
+    )
+
+
+def _values(rows: Rows, metric: str) -> list[list[float]]:
+    return [[run["test"][metric] for run in runs] for runs in rows.values()]
 
 
 def differences(
-    rows: Rows, bases: Sequence[str], metric: str, spread: tuple[float | None, int]
+    rows: Rows, bases: Sequence[str], metric: str, spread: Mapping[str, Spread | None]
 ) -> tuple[dict[tuple[str, str], Difference], int]:
     """Returns differences by label and base, and for how many the variance between test examples is known."""
     values = {label: {run["seed"]: np.array([run["test"][metric]]) for run in runs} for label, runs in rows.items()}
     kept, score = _read_kept(rows, metric)
     drawn, found, known = resampled(kept, score) if kept else {}, {}, 0
     for base in bases:
-        examples = compare_in_pairs(kept, base, score, drawn) if spread[0] is None and base in kept else {}
+        examples = compare_in_pairs(kept, base, score, drawn) if spread[base] is None and base in kept else {}
         for label in rows:
             seeds = [seed for seed in values[label] if seed in values[base]]
             if label == base or not seeds:
@@ -75,7 +112,7 @@ def differences(
             whole = all(seed in drawn.get(name, {}) for name in (label, base) for seed in seeds)
             known += whole
             one, other = ({s: (drawn if whole else values)[name][s] for s in seeds} for name in (label, base))
-            difference = judge(paired(one, other), len(seeds), spread)
+            difference = judge(paired(one, other), len(seeds), (spread[label], spread[base]))
             found[label, base] = replace(difference, p=examples[label].p) if label in examples else difference
     pairs = {frozenset(pair): difference.p for pair, difference in found.items()}  # one claim in either direction
     corrected = dict(zip(pairs, holm(list(pairs.values())), strict=True))
@@ -120,6 +157,6 @@ def _note(found: Mapping[Any, Difference], with_examples: int, metric: str) -> s
         chance = f"{chance} and between {examples}"
     return (
         f"{told} ± is the 95 % interval due to {chance}, with the spread between seeds pooled over all rows of the "
-        f"study (Student's t). * marks a two-sided p-value below {100 * SURE:.0f} % after Holm's correction for the "
-        f"{claims} differences in this table."
+        f"study, or a row's own if it has more than {FEW_SEEDS} seeds (Student's t). * marks a two-sided p-value below "
+        f"{100 * SURE:.0f} % after Holm's correction for the {claims} differences in this table."
     )

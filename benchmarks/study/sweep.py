@@ -14,14 +14,13 @@ from statistics import fmean
 from typing import Any, NamedTuple
 
 from benchmarks.study.attention import count_attention
-from benchmarks.study.claims import Rows, differences
+from benchmarks.study.claims import Rows, differences, row_spreads
 from benchmarks.study.plan import RESULTS, read_summaries
 from benchmarks.study.rows import find_rows
 from benchmarks.study.studies import STUDIES
 from benchmarks.study.tables import TITLES
 from matplotlib.axes import Axes
 
-from intbmoe.compare.pairs import pooled_spread
 from intbmoe.report.canvas import Picture, make_panels, save_picture, tidy
 from intbmoe.report.numbers import axis_scale
 from intbmoe.report.style import BLUE, GREY, ORANGE, PHONE_INCHES, PHONE_POINTS
@@ -62,8 +61,7 @@ def gather(rows: Rows, swept: Rows) -> dict[str, list[Point]]:
     metric, higher = default[0]["metric"], default[0]["higher_is_better"]
     factor = axis_scale(metric)[0] * (1 if higher else -1)
     everything = {**rows, **swept}
-    spread = pooled_spread([[run["test"][metric] for run in runs] for runs in everything.values()])
-    found, _ = differences({"intbmoe": default, **swept}, ["intbmoe"], metric, spread)
+    found, _ = differences({"intbmoe": default, **swept}, ["intbmoe"], metric, row_spreads(everything, metric))
     usual = _flops(default)
     panels = {name: [Point(value, 0.0, 0.0, 1.0)] for name, value in _defaults(default[0]).items()}
     for label, runs in swept.items():

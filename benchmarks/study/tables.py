@@ -19,14 +19,14 @@ from statistics import fmean
 from typing import Any
 
 from benchmarks.study.attention import count_attention
-from benchmarks.study.claims import claims_text, values_text
+from benchmarks.study.claims import claims_text, name_unsteady, row_spreads, values_text
 from benchmarks.study.clock import TIMING
 from benchmarks.study.paper import gains
 from benchmarks.study.plan import CLASS_TOKEN, RESULTS, TUNED, TUNING, own_rates, rates_of, read_summaries
 from benchmarks.study.rows import ORDER, Rows, find_broken, find_rows, place, rows_at_own_rates
 from benchmarks.study.studies import ONE_LAYER, REAL, STUDIES
 
-from intbmoe.compare.pairs import pooled_spread
+from intbmoe.compare.pairs import FEW_SEEDS
 from intbmoe.recipes.sets import PLACED
 from intbmoe.report.numbers import NOTHING, flops_unit, format_metric
 from intbmoe.report.tables import Table
@@ -188,8 +188,8 @@ def overview_text(studies: Sequence[str], summaries: Sequence[Mapping[str, Any]]
             continue
         one = rows["intbmoe"][0]
         metric, sign = one["metric"], 1 if one["higher_is_better"] else -1
-        # As many seeds as IntBMoE has: the best of many single runs would often be the luckiest.
-        seeds = len(rows["intbmoe"])
+        # Not with fewer seeds than IntBMoE or than most rows: the best of many single runs would often be the luckiest.
+        seeds = min(len(rows["intbmoe"]), FEW_SEEDS)
         others = [label for label in rows if label in ORDER and label not in TUNED and len(rows[label]) >= seeds]
         best = max(others, key=lambda label: sign * _mean(rows[label], "valid", metric), default=None)
         values = values_text(rows, "test", metric)
@@ -206,14 +206,15 @@ def _shown_metrics(metric: str) -> list[tuple[str, str]]:
 
 def _spread(rows: Rows) -> str:
     metric = next(iter(rows.values()))[0]["metric"]
-    spread, freedom = pooled_spread([[run["test"][metric] for run in found] for found in rows.values()])
-    if spread is None:
+    pooled = next((spread for spread in row_spreads(rows, metric).values() if spread and not spread.own), None)
+    if pooled is None:
         return "With one seed each, there is no interval."
     return (
-        "± is the 95 % interval of the mean over the seeds. Three seeds are too few to estimate a method's own spread, "
-        "so the spread is pooled over all rows of this study: the standard deviation of a single run on the test split "
-        f"is {format_metric(metric, spread)}, with {freedom} degrees of freedom (Student's t). Rows with one seed have "
-        "an interval too, which assumes that their spread is like that of the others."
+        f"± is the 95 % interval of the mean over the seeds. {FEW_SEEDS} seeds are too few to estimate a method's own "
+        f"spread, so rows with {FEW_SEEDS} or fewer share one, pooled over the rows of this study: the standard "
+        f"deviation of a single run on the test split is {format_metric(metric, pooled.deviation)}, with "
+        f"{pooled.freedom} degrees of freedom (Student's t). Rows with one seed have an interval too, which assumes "
+        f"that their spread is like that of the others.{name_unsteady(rows, rows, metric)}"
     )
 
 

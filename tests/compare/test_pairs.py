@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scipy.stats import false_discovery_control, ttest_rel
+from scipy.stats import false_discovery_control, t, ttest_ind, ttest_rel
 
 from intbmoe.compare import pairs
-from intbmoe.compare.pairs import compare_in_pairs, holm, mcnemar, pooled_spread
+from intbmoe.compare.pairs import Spread, compare_in_pairs, find_unsteady, holm, judge, mcnemar, spreads
 
 EXAMPLES = 400
 
@@ -120,8 +120,43 @@ def test_holm_lies_between_no_correction_and_bonferronis(chances):
 
 
 def test_the_spread_within_groups_leaves_their_means_out():
-    assert pooled_spread([[1.0, 3.0], [101.0, 103.0], [7.0]]) == (pytest.approx(2**0.5), 2)
-    assert pooled_spread([[1.0], [5.0]]) == (None, 0)
+    shared = Spread(pytest.approx(2**0.5), 2, own=False)
+    assert spreads([[1.0, 3.0], [101.0, 103.0], [7.0]]) == [shared] * 3
+    assert spreads([[1.0], [5.0]]) == [None, None]
+    assert spreads([[1.0, 3.0], [0.0, 1.0, 2.0, 3.0]])[1] == Spread(pytest.approx((5 / 3) ** 0.5), 3, own=True)
+
+
+def test_one_method_that_varies_does_not_blur_the_others(random):
+    steady = [list(row) for row in random.standard_normal((8, 3))]
+    wild = [0.0, 0.1, 40.0]
+    assert not find_unsteady(steady)
+    assert find_unsteady([*steady, wild, [7.0], []]) == {8}
+    found = spreads([*steady, wild])
+    assert found[:8] == spreads(steady)
+    assert found[8] == Spread(pytest.approx(np.std(wild, ddof=1)), 2, own=True)
+
+
+def test_equal_spreads_are_seldom_called_unsteady(random):
+    found = [find_unsteady(list(groups)) for groups in random.standard_normal((2000, 10, 3))]
+    assert sum(map(bool, found)) / len(found) == pytest.approx(pairs.UNSTEADY, abs=0.007)
+
+
+def test_methods_with_many_seeds_are_compared_as_welch_does(random):
+    one, other = random.standard_normal(6), 5 * random.standard_normal(5)
+    difference = np.array([one[:5].mean() - other.mean()])
+    found = judge(difference, 5, tuple(spreads([one, other])))
+    first, second = one.var(ddof=1) / 5, other.var(ddof=1) / 5
+    freedom = (first + second) ** 2 / (first**2 / 5 + second**2 / 4)
+    assert found.interval_95 == pytest.approx(t.ppf(0.975, freedom) * (first + second) ** 0.5)
+    again = judge(difference, 5, tuple(spreads([one[:5], other])))
+    expected = ttest_ind(one[:5], other, equal_var=False)
+    assert again.p == pytest.approx(expected.pvalue)
+
+
+def test_methods_with_few_seeds_are_compared_as_student_does(random):
+    one, other = random.standard_normal((2, 3))
+    found = judge(np.array([one.mean() - other.mean()]), 3, tuple(spreads([one, other])))
+    assert found.p == pytest.approx(ttest_ind(one, other).pvalue)
 
 
 def test_other_examples_are_refused(random):

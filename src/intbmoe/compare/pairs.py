@@ -5,21 +5,23 @@ in their difference. Two kinds of chance remain:
 
 examples   Another test split would give another difference. This part comes from a bootstrap over the examples, with
            both methods on the same ones.
-seeds      So would another training run. This part comes from the spread over a method's seeds, pooled over the
-           methods of the table with their degrees of freedom (Student's t): two or three seeds say little by
-           themselves, and for a bootstrap there are only ten ways to draw three of three.
+seeds      So would another training run. This part comes from the spread over a method's seeds (Student's t). Two or
+           three seeds say little about it by themselves, so methods with few seeds share a spread, pooled over the
+           methods of the table; those with more have their own, and so has one that differs from seed to seed much
+           more than the others do (``spreads``).
 
 If no method has two seeds, the second part is unknown and not in the interval (``Difference.over_seeds``). All
 probabilities are two-sided, and Holm's rule corrects them for the number of pairs in a table.
 """
 
 import math
+import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
 
 import numpy as np
-from scipy.stats import binomtest, norm, t
+from scipy.stats import binomtest, f, norm, t
 
 Outcomes = Mapping[str, np.ndarray]  # by name, (N,): what each example adds to the sums of the metrics
 Runs = Mapping[int, Outcomes]  # by seed
@@ -28,6 +30,18 @@ Resampled = Mapping[str, Mapping[int, np.ndarray]]  # by label and seed: on all 
 RESAMPLES = 1000
 """This many give a standard error to within about 2 %."""
 DRAWN_NUMBERS = 5_000_000  # drawn at a time, to limit memory
+FEW_SEEDS = 3
+"""With this many seeds or fewer, a method's own spread is not used by itself."""
+UNSTEADY = 0.01  # the level of the test for methods whose seeds differ more than those of the others
+
+
+@dataclass(frozen=True)
+class Spread:
+    """The standard deviation over the seeds of a method."""
+
+    deviation: float
+    freedom: int
+    own: bool  # whether it is that of the method alone
 
 
 @dataclass(frozen=True)
@@ -51,13 +65,14 @@ def compare_in_pairs(
     ``values`` are those of ``resampled``, if they have been computed already.
     """
     base, values = runs[baseline], values or resampled(runs, metric)
-    spread = pooled_spread([[float(one[0]) for one in found.values()] for found in values.values()])
+    found = spreads([[float(one[0]) for one in of.values()] for of in values.values()])
+    spread = dict(zip(values, found, strict=True))
     differences = {}
     for label, found in runs.items():
         seeds = [seed for seed in found if seed in base]
         if label == baseline or not seeds:
             continue
-        difference = judge(paired(values[label], values[baseline]), len(seeds), spread)
+        difference = judge(paired(values[label], values[baseline]), len(seeds), (spread[label], spread[baseline]))
         if not difference.over_seeds and (hits := _hits(found[seeds[0]], base[seeds[0]], metric)):
             difference = replace(difference, p=mcnemar(*hits))
         differences[label] = replace(difference, examples=len(base[seeds[0]]["count"]))
@@ -70,24 +85,29 @@ def paired(one: Mapping[int, np.ndarray], other: Mapping[int, np.ndarray]) -> np
     return np.mean([one[seed] - other[seed] for seed in one if seed in other], axis=0)
 
 
-def judge(difference: np.ndarray, seeds: int, spread: tuple[float | None, int]) -> Difference:
+def judge(difference: np.ndarray, seeds: int, spread: tuple[Spread | None, Spread | None]) -> Difference:
     """Judge ``difference`` over ``seeds`` seeds: first on all examples, then on each resample of them, if any.
 
-    ``spread`` is the standard deviation over a method's seeds and its degrees of freedom (``pooled_spread``).
+    ``spread`` is that of the method and of the baseline (``spreads``), or None if it is unknown.
     """
-    value, (deviation, freedom) = float(difference[0]), spread
+    value, (one, other) = float(difference[0]), spread
     examples = float(difference[1:].var(ddof=1)) if len(difference) > 2 else 0.0
-    trainings = 2 * deviation**2 / seeds if deviation is not None else 0.0  # of the method and of the baseline
-    error = math.sqrt(examples + trainings)
+    known = one is not None and other is not None
+    first, second = (one.deviation**2 / seeds, other.deviation**2 / seeds) if known else (0.0, 0.0)
+    variance = examples + first + second
+    error = math.sqrt(variance)
     if error == 0:
         reach, p = 0.0, 1.0 if value == 0 else 0.0
-    elif trainings == 0:
+    elif first + second == 0:
         reach, p = float(norm.ppf(0.975)) * error, 2 * float(norm.sf(abs(value) / error))
     else:
-        # Satterthwaite: there are many examples, so only the variance over training runs is itself uncertain.
-        own = freedom * ((examples + trainings) / trainings) ** 2
-        reach, p = float(t.ppf(0.975, own)) * error, 2 * float(t.sf(abs(value) / error, own))
-    return Difference(value, reach, p, p, seeds, 0, deviation is not None)
+        # Satterthwaite: there are many examples, so only the variance over training runs is itself uncertain. If both
+        # have the pooled spread, it is the same uncertain number twice.
+        apart = one.own or other.own
+        uncertain = first**2 / one.freedom + second**2 / other.freedom if apart else (first + second) ** 2 / one.freedom
+        freedom = variance**2 / uncertain
+        reach, p = float(t.ppf(0.975, freedom)) * error, 2 * float(t.sf(abs(value) / error, freedom))
+    return Difference(value, reach, p, p, seeds, 0, known)
 
 
 def mcnemar(one: np.ndarray, other: np.ndarray) -> float:
@@ -106,13 +126,47 @@ def holm(chances: Sequence[float]) -> list[float]:
     return corrected
 
 
-def pooled_spread(groups: Sequence[Sequence[float]]) -> tuple[float | None, int]:
-    """Return the standard deviation within groups, pooled over all, and its degrees of freedom; None if unknown."""
-    freedom = sum(len(group) - 1 for group in groups)
+def spreads(groups: Sequence[Sequence[float]]) -> list[Spread | None]:
+    """Return the spread of each method from its values, one for each seed; None if nothing is known about it."""
+    unsteady = find_unsteady(groups)
+    pooled = _pool([group for place, group in enumerate(groups) if place not in unsteady])
+    found = []
+    for place, group in enumerate(groups):
+        own = len(group) > FEW_SEEDS or place in unsteady
+        found.append(Spread(statistics.stdev(group), len(group) - 1, True) if own else pooled)
+    return found
+
+
+def find_unsteady(groups: Sequence[Sequence[float]]) -> set[int]:
+    """Return the places of groups whose variance is out of line with that of the others together.
+
+    The group with the most significant ratio (F-test, one-sided, Bonferroni's correction) is set apart until none is
+    left. That is Cochran's test for outlying variances, as 't Lam (2010) extended it to groups of different sizes.
+    """
+    steady = {place for place, group in enumerate(groups) if len(group) > 1}
+    unsteady = set()
+    while len(steady) > 2:
+        chances = {}
+        for place in steady:
+            rest = _pool([groups[other] for other in steady if other != place])
+            own = statistics.variance(groups[place])
+            ratio = own / rest.deviation**2 if rest.deviation else math.inf if own else 0.0
+            chances[place] = len(steady) * float(f.sf(ratio, len(groups[place]) - 1, rest.freedom))
+        worst = min(chances, key=chances.get)
+        if chances[worst] >= UNSTEADY:
+            break
+        steady.remove(worst)
+        unsteady.add(worst)
+    return unsteady
+
+
+def _pool(groups: Sequence[Sequence[float]]) -> Spread | None:
+    """Return the spread within groups, pooled over all."""
+    freedom = sum(max(0, len(group) - 1) for group in groups)
     if freedom <= 0:
-        return None, 0
+        return None
     squares = sum((value - fmean(group)) ** 2 for group in groups for value in group)
-    return math.sqrt(squares / freedom), freedom
+    return Spread(math.sqrt(squares / freedom), freedom, False)
 
 
 def resampled(runs: Mapping[str, Runs], metric: Metric) -> Resampled:

@@ -10,7 +10,7 @@ import torch
 from scipy.special import stdtrit
 from torch import nn
 
-from intbmoe.compare.pairs import Outcomes, compare_in_pairs, pooled_spread, resampled
+from intbmoe.compare.pairs import Outcomes, compare_in_pairs, resampled, spreads
 from intbmoe.compare.plan import Job
 from intbmoe.counting import Counts, count, shares_of
 from intbmoe.models.vit import ViT, class_token_ffns
@@ -20,8 +20,6 @@ from intbmoe.routing import record_routing
 from intbmoe.tasks import Task, make_task
 from intbmoe.train import load
 
-FEW_SEEDS = 3
-"""With this many seeds or fewer, a method's own spread is not used by itself."""
 Row = Mapping[str, Any]  # of a ``Summary``, or of a page's data
 ROUTED_EXAMPLES = 64
 """Test examples on which to count the experts per token, where a trained router decides their number."""
@@ -40,17 +38,13 @@ def confidence_intervals(groups: Sequence[Sequence[float]]) -> list[float | None
     """Return half the width of Student's 95 % interval for the mean of each group (one value per seed), or None.
 
     Three seeds or fewer say little about their own spread (Student's factor for three is 4.3). Such a group uses the
-    spread within all groups together, with their degrees of freedom. So even a single value has an interval, if another
-    group has two.
+    spread within the groups together, with their degrees of freedom (``pairs.spreads``). So even a single value has an
+    interval, if another group has two.
     """
-    pooled, together = pooled_spread([group for group in groups if group])
-    found: list[float | None] = []
-    for group in groups:
-        own = len(group) > FEW_SEEDS
-        spread, freedom = (statistics.stdev(group), len(group) - 1) if own else (pooled, together)
-        known = bool(group) and spread is not None
-        found.append(float(stdtrit(freedom, 0.975)) * spread / math.sqrt(len(group)) if known else None)
-    return found
+    return [
+        float(stdtrit(spread.freedom, 0.975)) * spread.deviation / math.sqrt(len(group)) if spread and group else None
+        for group, spread in zip(groups, spreads(groups), strict=True)
+    ]
 
 
 def add_differences(rows: Sequence[dict[str, Any]], jobs: Iterable[Job], baseline: str) -> None:
