@@ -154,12 +154,13 @@ def load_run_recipe(folder, label):
     return load_recipe(folder / f"runs/digits/compare/jobs/{label}-0.yaml")
 
 
-def test_finished_runs_are_not_trained_again(compared, monkeypatch, capsys):
+@pytest.mark.parametrize("methods", [["remoe,intbmoe"], ["remoe", "intbmoe"]])
+def test_finished_runs_are_not_trained_again(compared, monkeypatch, capsys, methods):
     folder, _ = compared
     before = {path: path.stat().st_mtime_ns for path in folder.rglob("model.safetensors")}
     monkeypatch.chdir(folder)
     with pytest.raises(SystemExit) as ended:
-        main(["compare", "digits", "--methods", "remoe,intbmoe", "--seeds", "2", *SMALL])
+        main(["compare", "digits", "--methods", *methods, "--seeds", "2", *SMALL])
     assert ended.value.code == 0
     said = capsys.readouterr().out
     assert "4 of 4 runs already finished" in said

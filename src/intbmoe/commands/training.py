@@ -89,15 +89,15 @@ def compare(args: Unparsed) -> None:
     """Compare methods: intbmoe compare RECIPE --methods all --seeds 3.
 
     Trains what is not finished, several runs side by side, and prints accuracy, parameters and FLOPs. --methods takes
-    methods and sets (all, everything, ablations, compute, place, K, k, E, L), separated by commas. Every setting of the
-    recipe is an option; --options.METHOD.OPTION VALUE sets an option of a method other than the recipe's.
+    methods and sets (all, everything, ablations, compute, place, K, k, E, L). Every setting of the recipe is an option;
+    --options.METHOD.OPTION VALUE sets an option of a method other than the recipe's.
     """
     with explained(KeyError, ValueError, ModuleNotFoundError):
         from intbmoe.commands.overrides import parse_recipe, take_method_options
         from intbmoe.compare.compare import compare as run_comparison
         from intbmoe.compare.plan import CompareOptions
 
-        own, args = take_method_options(args)
+        own, args = take_method_options(_with_commas(args, "--methods"))
         recipe, options = parse_recipe("compare", CompareOptions(), args, about(compare))
         use_device(options.device)
         if recipe.moe.label is not None:
@@ -207,6 +207,18 @@ def prepare(
         )
     )
     say(f"ready: {target}\ntrain on it: intbmoe train {name} --data.path {shlex.quote(str(target))}")
+
+
+def _with_commas(args: Sequence[str], option: str) -> list[str]:
+    """Join the words after ``option`` with commas: ``--methods dense switch`` means ``--methods dense,switch``."""
+    joined, last = [], None
+    for argument in args:
+        if last == option and not argument.startswith("-") and joined[-1] != option:
+            joined[-1] += f",{argument}"
+            continue
+        joined.append(argument)
+        last = argument if argument.startswith("-") else last
+    return joined
 
 
 def _without(args: Sequence[str], *options: str) -> list[str]:

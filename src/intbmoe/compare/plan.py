@@ -19,7 +19,7 @@ class CompareOptions(Checked):
     """Options of ``compare`` besides the recipe's settings."""
 
     methods: str = "all"
-    """Methods and sets, separated by commas: all, everything, ablations, compute, place, K, k, E, L, switch, …"""
+    """Methods and sets, with commas or spaces: all, everything, ablations, compute, place, K, k, E, L, switch, …"""
     seeds: PositiveInt = 1
     """Runs per method, with the first of the recipe's seeds; two or more give an interval."""
     baseline: str | None = None
