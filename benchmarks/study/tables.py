@@ -210,8 +210,8 @@ def _spread(rows: Rows) -> str:
     if pooled is None:
         return "With one seed each, there is no interval."
     return (
-        f"± is the 95 % interval of the mean over the seeds. {FEW_SEEDS} seeds are too few to estimate a method's own "
-        f"spread, so rows with {FEW_SEEDS} or fewer share one, pooled over the rows of this study: the standard "
+        f"± is the 95 % interval of the mean over the seeds. Few seeds cannot tell a method's own spread, so rows "
+        f"with {FEW_SEEDS} or fewer share one, pooled over the rows of this study: the standard "
         f"deviation of a single run on the test split is {format_metric(metric, pooled.deviation)}, with "
         f"{pooled.freedom} degrees of freedom (Student's t). Rows with one seed have an interval too, which assumes "
         f"that their spread is like that of the others.{name_unsteady(rows, rows, metric)}"
