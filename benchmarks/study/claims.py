@@ -1,8 +1,8 @@
 """Makes tables that show which differences of the study are more than chance: each method against some of the others.
 
 Pairs are compared over the seeds that both methods have, as in ``intbmoe compare`` (``intbmoe/compare/pairs.py``). The
-variance between trainings comes from the seeds: a method's own if it has more than three, otherwise pooled over the
-methods of the study. The variance between test examples comes from a bootstrap, if both runs kept their outcomes
+variance between trainings comes from the seeds, pooled over all methods of the study but those whose seeds differ much
+more than the others'. The variance between test examples comes from a bootstrap, if both runs kept their outcomes
 (``STEM.npz`` next to a summary; runs before 2026-11-17 did not). All p-values are two-sided, with Holm's correction for
 all pairs of a table. If no method has two seeds, the p-values are McNemar's, which cover the test examples alone.
 """
@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 
 from intbmoe.compare.pairs import (
-    FEW_SEEDS,
     UNSTEADY,
     Difference,
     Metric,
@@ -43,16 +42,17 @@ SURE, LEAST = 0.05, 0.0001  # the level of a claim, and the smallest p-value tha
 
 
 def values_text(rows: Rows, split: str, metric: str) -> dict[str, str]:
-    """Returns each row's mean ± 95 % interval; rows with few seeds share their variance."""
+    """Returns each row's mean ± 95 % interval; the variance is pooled over rows that are steady on the test split."""
     values = [[run[split][metric] for run in found] for found in rows.values()]
-    cells = zip(rows, values, confidence_intervals(values), strict=True)
+    intervals = confidence_intervals(values, find_unsteady(_tested(rows, metric)))
+    cells = zip(rows, values, intervals, strict=True)
     return {label: format_metric(metric, fmean(found), interval) for label, found, interval in cells}
 
 
 def claims_text(rows: Rows, bases: Mapping[str, str], study: Rows, metric: str | None = None) -> str:
     """Returns a table of ``rows`` against those in ``bases`` (label → heading), and an explanation of its marks.
 
-    The variance between seeds is pooled over these rows and all rows of the ``study``.
+    The variance between seeds is pooled over these rows and all rows of the ``study`` (``row_spreads``).
     """
     bases = {label: heading for label, heading in bases.items() if label in rows}
     if len(rows) < 2 or not bases:
@@ -69,30 +69,28 @@ def claims_text(rows: Rows, bases: Mapping[str, str], study: Rows, metric: str |
         cells = [NOTHING if label == base else _cell(found.get((label, base)), metric, higher) for base in bases]
         seeds = " ".join(str(run["seed"]) for run in runs)
         lines.append([runs[0]["title"], tests["test"][label], tests["valid"][label], *cells, seeds])
-    note = f"{_note(found, with_examples, metric)}{name_unsteady(rows, everything, metric)}"
+    note = f"{_note(found, with_examples, metric)}{name_unsteady(everything, metric)}"
     return f"{Table.of_texts('', header, lines).markdown()}\n\n{note}"
 
 
 def row_spreads(rows: Rows, metric: str) -> dict[str, Spread | None]:
     """Returns the spread between the runs of each row on the test split."""
-    return dict(zip(rows, spreads(_values(rows, metric)), strict=True))
+    return dict(zip(rows, spreads(_tested(rows, metric)), strict=True))
 
 
-def name_unsteady(rows: Rows, study: Rows, metric: str) -> str:
-    """Returns a sentence about those of ``rows`` that are judged by their own spread because it is so wide, if any."""
-    labels = list(study)
-    unsteady = [labels[place] for place in sorted(find_unsteady(_values(study, metric)))]
-    found = [rows[label][0]["title"] for label in unsteady if label in rows]
+def name_unsteady(study: Rows, metric: str) -> str:
+    """Returns a sentence about the rows that are judged by their own spread, if there are any."""
+    rows = list(study.values())
+    found = [rows[place][0]["title"] for place in sorted(find_unsteady(_tested(study, metric)))]
     if not found:
         return ""
     return (
-        f" The runs of {' and '.join(found)} differ much more than those of other rows (Cochran's test for outlying "
-        f"variances, {100 * UNSTEADY:.0f} %), so {'they have' if len(found) > 1 else 'it has'} a spread of "
-        f"{'their' if len(found) > 1 else 'its'} own."
+        f" Left out of the pool and judged by its own spread: {' and '.join(found)}, whose runs differ much more "
+        f"(F-test against the other rows; the chance to call any row so if all are alike is {100 * UNSTEADY:.0f} %)."
     )
 
 
-def _values(rows: Rows, metric: str) -> list[list[float]]:
+def _tested(rows: Rows, metric: str) -> list[list[float]]:
     return [[run["test"][metric] for run in runs] for runs in rows.values()]
 
 
@@ -157,6 +155,6 @@ def _note(found: Mapping[Any, Difference], with_examples: int, metric: str) -> s
         chance = f"{chance} and between {examples}"
     return (
         f"{told} ± is the 95 % interval due to {chance}, with the spread between seeds pooled over all rows of the "
-        f"study, or a row's own if it has more than {FEW_SEEDS} seeds (Student's t). * marks a two-sided p-value below "
-        f"{100 * SURE:.0f} % after Holm's correction for the {claims} differences in this table."
+        f"study (Student's t). * marks a two-sided p-value below {100 * SURE:.0f} % after Holm's correction for the "
+        f"{claims} differences in this table."
     )

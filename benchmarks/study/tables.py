@@ -26,7 +26,6 @@ from benchmarks.study.plan import CLASS_TOKEN, RESULTS, TUNED, TUNING, own_rates
 from benchmarks.study.rows import ORDER, Rows, find_broken, find_rows, place, rows_at_own_rates
 from benchmarks.study.studies import ONE_LAYER, REAL, STUDIES
 
-from intbmoe.compare.pairs import FEW_SEEDS
 from intbmoe.recipes.sets import PLACED
 from intbmoe.report.numbers import NOTHING, flops_unit, format_metric
 from intbmoe.report.tables import Table
@@ -50,6 +49,7 @@ PARAMETERS, COMPUTE, ABLATIONS = "Equal parameters", "Equal compute", "Ablations
 NARROW, CONTROL = "Equal compute with one layer", "The backbone's FFN in the mixture's place"
 BESIDE = {PARAMETERS: "intbmoe", COMPUTE: "intbmoe", NARROW: ONE_LAYER, CONTROL: "dense", ABLATIONS: "intbmoe"}
 """For each table, in order, the row that it repeats from another table."""
+USUAL_SEEDS = 3
 BASES = {"dense": "over dense", PLACED: "over dense in its place", "intbmoe": "over IntBMoE"}
 
 
@@ -189,7 +189,7 @@ def overview_text(studies: Sequence[str], summaries: Sequence[Mapping[str, Any]]
         one = rows["intbmoe"][0]
         metric, sign = one["metric"], 1 if one["higher_is_better"] else -1
         # Not with fewer seeds than IntBMoE or than most rows: the best of many single runs would often be the luckiest.
-        seeds = min(len(rows["intbmoe"]), FEW_SEEDS)
+        seeds = min(len(rows["intbmoe"]), USUAL_SEEDS)
         others = [label for label in rows if label in ORDER and label not in TUNED and len(rows[label]) >= seeds]
         best = max(others, key=lambda label: sign * _mean(rows[label], "valid", metric), default=None)
         values = values_text(rows, "test", metric)
@@ -210,11 +210,11 @@ def _spread(rows: Rows) -> str:
     if pooled is None:
         return "With one seed each, there is no interval."
     return (
-        f"± is the 95 % interval of the mean over the seeds. Few seeds cannot tell a method's own spread, so rows "
-        f"with {FEW_SEEDS} or fewer share one, pooled over the rows of this study: the standard "
-        f"deviation of a single run on the test split is {format_metric(metric, pooled.deviation)}, with "
-        f"{pooled.freedom} degrees of freedom (Student's t). Rows with one seed have an interval too, which assumes "
-        f"that their spread is like that of the others.{name_unsteady(rows, rows, metric)}"
+        "± is the 95 % interval of the mean over the seeds. Three seeds are too few to estimate a method's own spread, "
+        "so the spread is pooled over all rows of this study: the standard deviation of a single run on the test split "
+        f"is {format_metric(metric, pooled.deviation)}, with {pooled.freedom} degrees of freedom (Student's t). Rows "
+        "with one seed have an interval too, which assumes that their spread is like that of the others."
+        f"{name_unsteady(rows, metric)}"
     )
 
 

@@ -121,9 +121,8 @@ def test_holm_lies_between_no_correction_and_bonferronis(chances):
 
 def test_the_spread_within_groups_leaves_their_means_out():
     shared = Spread(pytest.approx(2**0.5), 2, own=False)
-    assert spreads([[1.0, 3.0], [101.0, 103.0], [7.0]]) == [shared] * 3
+    assert spreads([[1.0, 3.0], [101.0, 103.0], [7.0], []]) == [shared] * 4
     assert spreads([[1.0], [5.0]]) == [None, None]
-    assert spreads([[1.0, 3.0], [0.0, 1.0, 2.0, 3.0]])[1] == Spread(pytest.approx((5 / 3) ** 0.5), 3, own=True)
 
 
 def test_one_method_that_varies_does_not_blur_the_others(random):
@@ -131,9 +130,22 @@ def test_one_method_that_varies_does_not_blur_the_others(random):
     wild = [0.0, 0.1, 40.0]
     assert not find_unsteady(steady)
     assert find_unsteady([*steady, wild, [7.0], []]) == {8}
-    found = spreads([*steady, wild])
+    assert find_unsteady([*steady, wild, [0.0, 0.1, 4000.0]]) == {8, 9}, "the wider one hides the other at first"
+    assert find_unsteady([*steady, [0.0, 40.0]]) == {8}
+    found = spreads([*steady, wild, [7.0]])
     assert found[:8] == spreads(steady)
     assert found[8] == Spread(pytest.approx(np.std(wild, ddof=1)), 2, own=True)
+    assert found[9] == found[0]
+
+
+def test_two_methods_cannot_tell_which_of_them_varies():
+    first, other, wild = [0.0, 0.1, 0.2], [0.0, 0.1, 0.25], [0.0, 0.1, 400.0]
+    assert find_unsteady([first, wild]) == set()
+    assert find_unsteady([first, other, wild]) == {2}
+
+
+def test_methods_that_tie_on_few_examples_do_not_make_another_unsteady():
+    assert find_unsteady([[0.1] * 3, [0.3] * 3, [0.7] * 3, [0.1, 0.1, 0.100001]]) == set()
 
 
 def test_equal_spreads_are_seldom_called_unsteady(random):
@@ -141,22 +153,30 @@ def test_equal_spreads_are_seldom_called_unsteady(random):
     assert sum(map(bool, found)) / len(found) == pytest.approx(pairs.UNSTEADY, abs=0.007)
 
 
-def test_methods_with_many_seeds_are_compared_as_welch_does(random):
-    one, other = random.standard_normal(6), 5 * random.standard_normal(5)
-    difference = np.array([one[:5].mean() - other.mean()])
-    found = judge(difference, 5, tuple(spreads([one, other])))
-    first, second = one.var(ddof=1) / 5, other.var(ddof=1) / 5
-    freedom = (first + second) ** 2 / (first**2 / 5 + second**2 / 4)
-    assert found.interval_95 == pytest.approx(t.ppf(0.975, freedom) * (first + second) ** 0.5)
-    again = judge(difference, 5, tuple(spreads([one[:5], other])))
-    expected = ttest_ind(one[:5], other, equal_var=False)
-    assert again.p == pytest.approx(expected.pvalue)
-
-
-def test_methods_with_few_seeds_are_compared_as_student_does(random):
+def test_two_methods_are_compared_as_student_does(random):
     one, other = random.standard_normal((2, 3))
     found = judge(np.array([one.mean() - other.mean()]), 3, tuple(spreads([one, other])))
     assert found.p == pytest.approx(ttest_ind(one, other).pvalue)
+
+
+@pytest.mark.parametrize("turn", [1, -1])
+def test_an_unsteady_method_is_compared_as_welch_does(random, turn):
+    steady, wild = random.standard_normal((5, 3)), 40 * random.standard_normal(3)
+    spread = spreads([*steady, wild])[-2:][::turn]
+    found = judge(np.array([steady[4].mean() - wild.mean()]), 3, tuple(spread))
+    first, second = np.mean(steady.var(axis=1, ddof=1)) / 3, wild.var(ddof=1) / 3
+    freedom = (first + second) ** 2 / (first**2 / 10 + second**2 / 2)
+    assert found.interval_95 == pytest.approx(t.ppf(0.975, freedom) * (first + second) ** 0.5)
+
+
+def test_an_unsteady_method_does_not_widen_the_intervals_of_the_others(random):
+    runs = {name: {s: outcomes(random, gain=0.02 * random.standard_normal()) for s in range(3)} for name in "abcdef"}
+    wild = {"wild": {s: outcomes(random, gain=gain) for s, gain in enumerate((0.0, 3.0, -2.0))}}
+    without, found = compare_in_pairs(runs, "a", loss), compare_in_pairs(runs | wild, "a", loss)
+    for name in "bcdef":
+        assert found[name].interval_95 == pytest.approx(without[name].interval_95)
+    assert found["wild"].interval_95 > 20 * found["b"].interval_95
+    assert compare_in_pairs(runs | wild, "wild", loss)["a"].interval_95 == pytest.approx(found["wild"].interval_95)
 
 
 def test_other_examples_are_refused(random):

@@ -5,10 +5,12 @@ in their difference. Two kinds of chance remain:
 
 examples   Another test split would give another difference. This part comes from a bootstrap over the examples, with
            both methods on the same ones.
-seeds      So would another training run. This part comes from the spread over a method's seeds (Student's t). Two or
-           three seeds say little about it by themselves, so methods with few seeds share a spread, pooled over the
-           methods of the table; those with more have their own, and so has one that differs from seed to seed much
-           more than the others do (``spreads``).
+seeds      So would another training run. This part comes from the spread over a method's seeds, pooled over the
+           methods of the table with their degrees of freedom (Student's t): two or three seeds say little by
+           themselves, and for a bootstrap there are only ten ways to draw three of three. A method whose seeds differ
+           much more than those of the others is left out and judged by its own spread (``find_unsteady``).
+
+Chance that decides single examples in each training run is part of both, so intervals are rather too long.
 
 If no method has two seeds, the second part is unknown and not in the interval (``Difference.over_seeds``). All
 probabilities are two-sided, and Holm's rule corrects them for the number of pairs in a table.
@@ -16,9 +18,8 @@ probabilities are two-sided, and Holm's rule corrects them for the number of pai
 
 import math
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
-from statistics import fmean
 
 import numpy as np
 from scipy.stats import binomtest, f, norm, t
@@ -30,8 +31,6 @@ Resampled = Mapping[str, Mapping[int, np.ndarray]]  # by label and seed: on all 
 RESAMPLES = 1000
 """This many give a standard error to within about 2 %."""
 DRAWN_NUMBERS = 5_000_000  # drawn at a time, to limit memory
-FEW_SEEDS = 3
-"""With this many seeds or fewer, a method's own spread is not used by itself."""
 UNSTEADY = 0.01  # the level of the test for methods whose seeds differ more than those of the others
 
 
@@ -65,8 +64,8 @@ def compare_in_pairs(
     ``values`` are those of ``resampled``, if they have been computed already.
     """
     base, values = runs[baseline], values or resampled(runs, metric)
-    found = spreads([[float(one[0]) for one in of.values()] for of in values.values()])
-    spread = dict(zip(values, found, strict=True))
+    known = spreads([[float(one[0]) for one in of.values()] for of in values.values()])
+    spread = dict(zip(values, known, strict=True))
     differences = {}
     for label, found in runs.items():
         seeds = [seed for seed in found if seed in base]
@@ -103,10 +102,10 @@ def judge(difference: np.ndarray, seeds: int, spread: tuple[Spread | None, Sprea
     else:
         # Satterthwaite: there are many examples, so only the variance over training runs is itself uncertain. If both
         # have the pooled spread, it is the same uncertain number twice.
+        first, second = first / variance, second / variance
         apart = one.own or other.own
         uncertain = first**2 / one.freedom + second**2 / other.freedom if apart else (first + second) ** 2 / one.freedom
-        freedom = variance**2 / uncertain
-        reach, p = float(t.ppf(0.975, freedom)) * error, 2 * float(t.sf(abs(value) / error, freedom))
+        reach, p = float(t.ppf(0.975, 1 / uncertain)) * error, 2 * float(t.sf(abs(value) / error, 1 / uncertain))
     return Difference(value, reach, p, p, seeds, 0, known)
 
 
@@ -126,13 +125,16 @@ def holm(chances: Sequence[float]) -> list[float]:
     return corrected
 
 
-def spreads(groups: Sequence[Sequence[float]]) -> list[Spread | None]:
-    """Return the spread of each method from its values, one for each seed; None if nothing is known about it."""
-    unsteady = find_unsteady(groups)
+def spreads(groups: Sequence[Sequence[float]], unsteady: Set[int] | None = None) -> list[Spread | None]:
+    """Return the spread of each method from its values, one for each seed; None if nothing is known about it.
+
+    Methods share one, pooled over all of them, except for those at the places ``unsteady`` (``find_unsteady``).
+    """
+    unsteady = find_unsteady(groups) if unsteady is None else unsteady
     pooled = _pool([group for place, group in enumerate(groups) if place not in unsteady])
     found = []
     for place, group in enumerate(groups):
-        own = len(group) > FEW_SEEDS or place in unsteady
+        own = place in unsteady and len(group) > 1
         found.append(Spread(statistics.stdev(group), len(group) - 1, True) if own else pooled)
     return found
 
@@ -140,8 +142,10 @@ def spreads(groups: Sequence[Sequence[float]]) -> list[Spread | None]:
 def find_unsteady(groups: Sequence[Sequence[float]]) -> set[int]:
     """Return the places of groups whose variance is out of line with that of the others together.
 
-    The group with the most significant ratio (F-test, one-sided, Bonferroni's correction) is set apart until none is
-    left. That is Cochran's test for outlying variances, as 't Lam (2010) extended it to groups of different sizes.
+    Of three or more groups with several values, the one with the most significant ratio (F-test, one-sided, with
+    Bonferroni's correction) is set apart until none is left. This is Cochran's test for outlying variances, as 't Lam
+    (2010) extended it to groups of different sizes. Two such groups can hide each other, and those that it does not
+    find may still differ in their spread.
     """
     steady = {place for place, group in enumerate(groups) if len(group) > 1}
     unsteady = set()
@@ -149,11 +153,11 @@ def find_unsteady(groups: Sequence[Sequence[float]]) -> set[int]:
         chances = {}
         for place in steady:
             rest = _pool([groups[other] for other in steady if other != place])
-            own = statistics.variance(groups[place])
-            ratio = own / rest.deviation**2 if rest.deviation else math.inf if own else 0.0
-            chances[place] = len(steady) * float(f.sf(ratio, len(groups[place]) - 1, rest.freedom))
-        worst = min(chances, key=chances.get)
-        if chances[worst] >= UNSTEADY:
+            if rest.deviation > 0:  # on few test examples, the others may be equal by chance
+                ratio = statistics.variance(groups[place]) / rest.deviation**2
+                chances[place] = len(steady) * float(f.sf(ratio, len(groups[place]) - 1, rest.freedom))
+        worst = min(chances, key=chances.get, default=None)
+        if worst is None or chances[worst] >= UNSTEADY:
             break
         steady.remove(worst)
         unsteady.add(worst)
@@ -162,10 +166,11 @@ def find_unsteady(groups: Sequence[Sequence[float]]) -> set[int]:
 
 def _pool(groups: Sequence[Sequence[float]]) -> Spread | None:
     """Return the spread within groups, pooled over all."""
-    freedom = sum(max(0, len(group) - 1) for group in groups)
-    if freedom <= 0:
+    several = [group for group in groups if len(group) > 1]
+    freedom = sum(len(group) - 1 for group in several)
+    if not freedom:
         return None
-    squares = sum((value - fmean(group)) ** 2 for group in groups for value in group)
+    squares = sum(statistics.variance(group) * (len(group) - 1) for group in several)  # exactly 0 for equal values
     return Spread(math.sqrt(squares / freedom), freedom, False)
 
 

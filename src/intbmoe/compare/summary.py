@@ -2,7 +2,7 @@
 
 import math
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import asdict
 from typing import Any, NamedTuple
 
@@ -10,7 +10,7 @@ import torch
 from scipy.special import stdtrit
 from torch import nn
 
-from intbmoe.compare.pairs import Outcomes, compare_in_pairs, resampled, spreads
+from intbmoe.compare.pairs import Outcomes, compare_in_pairs, find_unsteady, resampled, spreads
 from intbmoe.compare.plan import Job
 from intbmoe.counting import Counts, count, shares_of
 from intbmoe.models.vit import ViT, class_token_ffns
@@ -34,16 +34,18 @@ class Summary(NamedTuple):
     active: float | None  # average experts per token, if the trained router decides
 
 
-def confidence_intervals(groups: Sequence[Sequence[float]]) -> list[float | None]:
+def confidence_intervals(groups: Sequence[Sequence[float]], unsteady: Set[int] | None = None) -> list[float | None]:
     """Return half the width of Student's 95 % interval for the mean of each group (one value per seed), or None.
 
-    Three seeds or fewer say little about their own spread (Student's factor for three is 4.3). Such a group uses the
-    spread within the groups together, with their degrees of freedom (``pairs.spreads``). So even a single value has an
-    interval, if another group has two.
+    Few seeds say little about their own spread (Student's factor for three is 4.3), so groups share one, pooled over
+    them, except for unsteady ones (``pairs.spreads``). So even a single value has an interval, if another group has
+    two.
     """
     return [
-        float(stdtrit(spread.freedom, 0.975)) * spread.deviation / math.sqrt(len(group)) if spread and group else None
-        for group, spread in zip(groups, spreads(groups), strict=True)
+        float(stdtrit(spread.freedom, 0.975)) * spread.deviation / math.sqrt(len(group))
+        if spread is not None and len(group)
+        else None
+        for group, spread in zip(groups, spreads(groups, unsteady), strict=True)
     ]
 
 
@@ -74,12 +76,15 @@ def add_differences(rows: Sequence[dict[str, Any]], jobs: Iterable[Job], baselin
 def make_rows(summaries: Sequence[Summary]) -> list[dict[str, Any]]:
     """Return the rows with the intervals of their means, which are computed over all rows together."""
     rows = [summary.row for summary in summaries]
-    for row, interval in zip(rows, confidence_intervals([row["values"] for row in rows]), strict=True):
+    values = [row["values"] for row in rows]
+    unsteady = {rows[place]["label"] for place in find_unsteady(values)}  # judged by their own spread in every column
+    for row, interval in zip(rows, confidence_intervals(values), strict=True):
         row["interval_95"] = interval
     for name in dict.fromkeys(name for row in rows for name in row["metrics"]):
         having = [row for row in rows if name in row["metrics"]]
         values = [[result["test"][name] for result in row["results"]] for row in having]
-        for row, interval in zip(having, confidence_intervals(values), strict=True):
+        own = {place for place, row in enumerate(having) if row["label"] in unsteady}
+        for row, interval in zip(having, confidence_intervals(values, own), strict=True):
             row["metrics"][name]["interval_95"] = interval
     return rows
 

@@ -7,7 +7,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from intbmoe.compare.pairs import FEW_SEEDS, find_unsteady
+from intbmoe.compare.pairs import find_unsteady
 from intbmoe.compare.summary import Row, trained_rows
 from intbmoe.layer import OnePer
 from intbmoe.report.numbers import NOTHING, flops_unit, format_difference, format_metric
@@ -134,7 +134,7 @@ def difference_notes(rows: Sequence[Row]) -> list[str]:
     if not found:
         return []
     one, pairs = found[0], len(found)
-    chance = "among examples and among seeds"
+    chance = "among examples and, judged as for the means, among seeds"
     if not one["over_seeds"]:
         chance = "among examples only: with one seed, that among training runs is unknown"
     corrected = f" after Holm's correction for {pairs} comparisons" if pairs > 1 else ""
@@ -200,14 +200,12 @@ def notes(rows: Sequence[Row]) -> list[str]:
 
 
 def by_students_t(rows: Sequence[Row]) -> str:
-    few = [row for row in rows if row["values"] and len(row["values"]) <= FEW_SEEDS]
-    others = [row for row in rows if len(row["values"]) > 1]
-    if not few or len(others) < 2:
+    values = [row["values"] for row in rows]
+    if sum(map(bool, values)) < 2:
         return "by Student's t"
-    told = f"by Student's t; for methods with {FEW_SEEDS} seeds or fewer, with the spread of all methods pooled"
-    if unsteady := [rows[place]["title"] for place in sorted(find_unsteady([row["values"] for row in rows]))]:
-        told += f", except for {', '.join(unsteady)}, whose seeds differ much more than those of the others"
-    return told
+    unsteady = [rows[place]["title"] for place in sorted(find_unsteady(values))]
+    wide = f", except for {' and '.join(unsteady)}, whose seeds differ much more" if unsteady else ""
+    return f"by Student's t, with the spread of all methods pooled{wide}"
 
 
 def protocol_notes(rows: Sequence[Row]) -> list[str]:
