@@ -62,6 +62,23 @@ def test_claims_are_of_seeds_that_both_have_and_of_kept_outcomes(tmp_path):
     assert float(re.search(r"\+10\.00 ± ([\d.]+)", wider)[1]) == pytest.approx(expected, rel=0.05), "both together"
 
 
+def test_a_method_whose_runs_differ_much_more_is_judged_by_its_own_spread_and_named(tmp_path):
+    values = {"dense": (0.50, 0.51, 0.52), "intbmoe": (0.60, 0.62, 0.61), "vmoe": (0.52, 0.5201, 0.9)}
+    rows = {label: [summary(tmp_path, label, *run) for run in enumerate(found)] for label, found in values.items()}
+    for runs in rows.values():
+        for run in runs:
+            run["valid"] = {"accuracy": 0.5}
+    text = study_claims.claims_text(rows, {"dense": "over dense"}, rows)
+    reach = 2.776445 * (2 * 0.01**2 / 3) ** 0.5
+    assert f"+10.00 ± {100 * reach:.2f}*" in lines_of(text)["IntBMoE"]
+    own = np.var(values["vmoe"], ddof=1) / 3
+    freedom = (own + 0.01**2 / 3) ** 2 / (own**2 / 2 + (0.01**2 / 3) ** 2 / 4)
+    assert f"± {100 * stats.t.ppf(0.975, freedom) * (own + 0.01**2 / 3) ** 0.5:.2f} |" in lines_of(text)["V-MoE"]
+    assert "judged by its own spread: V-MoE, whose runs differ much more" in text
+    del rows["vmoe"]
+    assert "judged by its own spread" not in study_claims.claims_text(rows, {"dense": "over dense"}, rows)
+
+
 def test_with_one_seed_the_same_examples_are_compared_by_mcnemars_test(tmp_path):
     """V-MoE alone gets 30 examples right that dense gets wrong, and dense alone 10; IntBMoE is far ahead of both."""
     examples = np.arange(1000)

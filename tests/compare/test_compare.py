@@ -20,8 +20,8 @@ from intbmoe.cli import main
 from intbmoe.compare.compare import what_next
 from intbmoe.compare.jobs import choose_jobs, run_jobs
 from intbmoe.compare.plan import CompareOptions, choose_baseline, choose_seeds, make_plan
-from intbmoe.compare.summary import active_experts, confidence_intervals, summarise
-from intbmoe.compare.table import brief_table, file_stem, floors_table, write_files
+from intbmoe.compare.summary import Summary, active_experts, confidence_intervals, make_rows, summarise
+from intbmoe.compare.table import brief_table, by_students_t, file_stem, floors_table, write_files
 from intbmoe.machine import usable_cores
 from intbmoe.recipes import load_recipe
 from intbmoe.recipes.sets import find_variants
@@ -253,6 +253,27 @@ def test_intervals_by_students_t():
         values = [float(index % 2) for index in range(number)]
         expected = stats.t.ppf(0.975, number - 1) * stats.tstd(values) / number**0.5
         assert confidence_intervals([values])[0] == pytest.approx(expected, rel=1e-12)
+
+
+def summary_of(label, *values, second):
+    results = [{"test": {"accuracy": value, "accuracy5": other}} for value, other in zip(values, second, strict=True)]
+    metrics = {name: {"mean": 0.0, "interval_95": None} for name in ("accuracy", "accuracy5")}
+    row = {"label": label, "title": label.title(), "values": list(values), "metrics": metrics, "results": results}
+    return Summary(row, None, None)
+
+
+def test_a_method_whose_seeds_differ_much_more_has_its_own_interval_in_every_column_and_is_named():
+    steady, wild = (0.90, 0.91, 0.92), (0.1, 0.2, 0.9)
+    summaries = [summary_of(name, *steady, second=steady) for name in ("dense", "switch", "vmoe")]
+    rows = make_rows([*summaries, summary_of("remoe", *wild, second=steady)])
+    of_one = confidence_intervals([steady])[0]
+    assert rows[0]["interval_95"] < of_one, "the spread of three methods is pooled"
+    assert rows[3]["interval_95"] == pytest.approx(confidence_intervals([wild])[0])
+    assert rows[3]["metrics"]["accuracy5"]["interval_95"] == pytest.approx(of_one)
+    pooled = "by Student's t, with the spread of all methods pooled"
+    assert by_students_t(rows) == f"{pooled}, except for Remoe, whose seeds differ much more"
+    assert by_students_t(rows[:3]) == pooled
+    assert by_students_t(rows[:1]) == "by Student's t"
 
 
 def test_side_by_side_as_cores_and_memory_allow(recipe, tmp_path):

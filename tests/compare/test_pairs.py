@@ -132,6 +132,8 @@ def test_one_method_that_varies_does_not_blur_the_others(random):
     assert find_unsteady([*steady, wild, [7.0], []]) == {8}
     assert find_unsteady([*steady, wild, [0.0, 0.1, 4000.0]]) == {8, 9}, "the wider one hides the other at first"
     assert find_unsteady([*steady, [0.0, 40.0]]) == {8}
+    wide = [*steady, [0.0, 0.1, 5.0]]
+    assert find_unsteady(wide) == find_unsteady([*wide, *[[7.0]] * 1000]) == {8}, "single values say nothing"
     found = spreads([*steady, wild, [7.0]])
     assert found[:8] == spreads(steady)
     assert found[8] == Spread(pytest.approx(np.std(wild, ddof=1)), 2, own=True)
@@ -151,6 +153,12 @@ def test_methods_that_tie_on_few_examples_do_not_make_another_unsteady():
 def test_equal_spreads_are_seldom_called_unsteady(random):
     found = [find_unsteady(list(groups)) for groups in random.standard_normal((2000, 10, 3))]
     assert sum(map(bool, found)) / len(found) == pytest.approx(pairs.UNSTEADY, abs=0.007)
+
+
+def test_an_unknown_spread_is_not_taken_for_zero():
+    known = Spread(0.1, 4, own=False)
+    assert not judge(np.array([0.5]), 1, (known, None)).over_seeds
+    assert not judge(np.array([0.5]), 1, (None, known)).over_seeds
 
 
 def test_two_methods_are_compared_as_student_does(random):
