@@ -54,6 +54,12 @@ def test_no_python_escapes_in_an_indented_block(page):
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_a_table_has_a_line_for_each_row(page):
+    joined = re.findall(r"^.*\S.*\| *\| *:?-{2,}.*", page.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    assert [line for line in joined if not re.match(r" *\|[ :|-]+\|$", line)] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_links_lead_to_files(page):
     links = re.findall(r"\]\(([^)#\s]+)", page.read_text(encoding="utf-8"))
     broken = [link for link in links if "://" not in link and not (page.parent / link).exists()]

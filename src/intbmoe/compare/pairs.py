@@ -132,11 +132,10 @@ def spreads(groups: Sequence[Sequence[float]], unsteady: Set[int] | None = None)
     """
     unsteady = find_unsteady(groups) if unsteady is None else unsteady
     pooled = _pool([group for place, group in enumerate(groups) if place not in unsteady])
-    found = []
-    for place, group in enumerate(groups):
-        own = place in unsteady and len(group) > 1
-        found.append(Spread(statistics.stdev(group), len(group) - 1, True) if own else pooled)
-    return found
+    return [
+        Spread(statistics.stdev(group), len(group) - 1, True) if place in unsteady else pooled
+        for place, group in enumerate(groups)
+    ]
 
 
 def find_unsteady(groups: Sequence[Sequence[float]]) -> set[int]:
