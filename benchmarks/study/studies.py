@@ -48,7 +48,7 @@ NEXT_PLACE = ("dense", "swiglu-wide", "switch", "deepseek", "remoe", "intbmoe")
 """Dense is already in the mixture's place; a dense network as wide as IntBMoE's compute allows is added."""
 IMAGES_STEPS = 95_000 // 512
 WIKIPEDIA_STEPS = 40_000_000 // (32 * 512)  # the first 40 M of the 93.5 M tokens
-WHOLE_WIKIPEDIA_STEPS = 93_500_000 // (32 * 512)
+WHOLE_WIKIPEDIA_STEPS = 93_497_798 // (32 * 512)
 TEXT = {**GPU, "train.batch": 32, "train.steps": 1000, "train.lr": 2e-3, "train.workers": 1}  # rate from stage tune
 
 RATED = ("dense", "intbmoe", PLACED, "swiglu-wide", ONE_LAYER, "switch", "deepseek", "remoe")
