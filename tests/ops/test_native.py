@@ -98,6 +98,16 @@ def test_every_instruction_set_and_number_of_threads(dtype, instructions, two_th
 
 
 @dtypes
+@pytest.mark.parametrize("tokens", [1, 2, 5, 40])
+def test_many_threads_share_the_products_of_few_rows(dtype, tokens, instructions, many_threads):
+    blocks = random_blocks([33, 700, 33], 3, dtype, filtered=False)
+    x, ids = torch.randn(tokens, 33, dtype=dtype), torch.rand(tokens, 4).argsort(1)[:, :2] - 1
+    weights = torch.rand(tokens, 2, dtype=dtype)
+    compare(x, ids, weights, blocks)
+    many_threads(lambda: native.run_blocks(x, ids, weights, None, blocks)[0])
+
+
+@dtypes
 def test_strided_inputs(dtype):
     blocks = random_blocks([6, 9, 6], 3, dtype)
     ids = torch.randint(3, (2, 8)).t()

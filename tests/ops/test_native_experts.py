@@ -82,6 +82,17 @@ def test_every_instruction_set_way_of_multiplying_and_number_of_threads(network,
     assert torch.equal(together, torch.cat(alone))  # a row does not depend on other rows, to the last bit
 
 
+@networks
+@dtypes
+@pytest.mark.parametrize("tokens", [1, 2, 5, 40])
+def test_many_threads_share_the_products_of_few_rows(network, dtype, tokens, instructions, many_threads):
+    parameters = parameters_of(network, 3, 33, 1030, dtype)
+    x, ids = torch.randn(tokens, 33, dtype=dtype), torch.rand(tokens, 4).argsort(1)[:, :2] - 1
+    weights = torch.rand(tokens, 2, dtype=dtype)
+    compare(network, x, ids, weights, parameters)
+    many_threads(lambda: native.run_experts(network, x, ids, weights, parameters)[0])
+
+
 @dtypes
 def test_gelu_to_the_last_places(dtype, instructions):
     special = torch.tensor([0.0, 1e-30, 1e30, -1e30, torch.inf, -torch.inf, torch.nan], dtype=dtype)
@@ -173,17 +184,24 @@ def test_hooks_counters_and_fp8_keep_to_torch(calls):
 
 
 @dtypes
-def test_int8_products_are_those_of_integers(dtype, instructions, two_threads):
+def test_int8_products_are_those_of_integers(dtype, instructions, many_threads):
     counts = torch.tensor([0, 1, 3, 9, 27, 60])  # rows of each block: every way of multiplying
     ids = torch.repeat_interleave(torch.arange(6), counts)[torch.randperm(100)].unsqueeze(1)
     x, numbers = torch.randint(-4, 5, (100, 405)), torch.randint(-127, 128, (6, 405, 405), dtype=torch.int8)
     scales, biases = 2.0 ** torch.randint(-3, 4, (6, 1, 405)), torch.randint(-9, 10, (6, 405))
     blocks = Blocks((numbers,), (biases.to(dtype),), (), None, (), None, None, scales=(scales.to(dtype),))
     weights = torch.ones(100, 1, dtype=dtype)
-    found, _ = blocks_native.run_blocks(x.to(dtype), ids, weights, None, blocks)
+
+    def run(rows):
+        return blocks_native.run_blocks(x[:rows].to(dtype), ids[:rows], weights[:rows], None, blocks)[0]
+
+    found = run(100)
+    many_threads(lambda: run(100))
+    many_threads(lambda: run(3))
     exact = torch.stack([row @ numbers[block].long() for row, (block,) in zip(x, ids.tolist(), strict=True)])
     block = ids.squeeze(1)
     assert torch.equal(found, (exact * scales[block, 0] + biases[block]).to(dtype))  # all of them fit into float32
+    assert torch.equal(run(3), found[:3])
 
 
 @pytest.mark.parametrize("name", ["intbmoe", "switch", "deepseek"])

@@ -43,9 +43,11 @@
 
 static const Kernels TABLE(SET) = {
     TEXT(SET),
-    {{JOIN(run_rows, SET, float), JOIN(combine, SET, float), JOIN(route, SET, float), JOIN(compose, SET, float),
+    {{JOIN(take_rows, SET, float), JOIN(multiply_layer, SET, float), JOIN(finish_layer, SET, float),
+      JOIN(combine, SET, float), JOIN(route, SET, float), JOIN(compose, SET, float),
       JOIN(compose_backward, SET, float)},
-     {JOIN(run_rows, SET, double), JOIN(combine, SET, double), JOIN(route, SET, double), JOIN(compose, SET, double),
+     {JOIN(take_rows, SET, double), JOIN(multiply_layer, SET, double), JOIN(finish_layer, SET, double),
+      JOIN(combine, SET, double), JOIN(route, SET, double), JOIN(compose, SET, double),
       JOIN(compose_backward, SET, double)}},
 };
 

@@ -110,71 +110,58 @@ static void NAME(normalise_row)(int64_t width, REAL *restrict z, const REAL *res
     _Pragma("omp simd") for (int64_t c = 0; c < width; c++) z[c] = z[c] * size * gain[c] + shift[c];
 }
 
-/* The internal layers of one block: its filtered rows ``z``, in place, to outputs. */
-static void NAME(run_block)(const Problem *p, int64_t block, int64_t first, int64_t rows, REAL *panels, REAL *z,
-                            REAL *product) {
-    for (int64_t layer = 0; layer < p->layers; layer++) {
-        const int64_t inner = p->widths[layer], width = p->widths[layer + 1];
-        const int64_t columns = p->scale ? 2 * width : width, stride = PADDED(columns);
-        const NAME(matrix) weight = NAME(weight_of)(p, layer, block, inner, columns);
-        const REAL *bias = (const REAL *)p->biases[layer] + block * columns;
-        const int last = layer == p->layers - 1;
-        NAME(multiply)(rows, inner, columns, z, inner, weight, product, stride, panels);
-        for (int64_t r = 0; r < rows; r++) {
-            REAL *to = last ? (REAL *)p->rows + (first + r) * p->widths[0] : z + r * width;
-            if (p->scale)
-                NAME(gate_row)(width, product + r * stride, bias, p->gains[layer], *(const REAL *)p->scale, to);
-            else
-                NAME(add_bias)(width, product + r * stride, bias, to);
-            if (!last) NAME(normalise_row)(width, to, p->norm_gains[layer], p->norm_shifts[layer]);
-        }
-    }
-}
-
-/* The same of an expert: GELU(z W_0 + b_0) W_1 + b_1, or (SiLU(z W_0) ⊙ z W_1) W_2. */
-static void NAME(run_expert)(const Problem *p, int64_t expert, int64_t first, int64_t rows, REAL *panels, REAL *z,
-                             REAL *product) {
-    const int64_t dim = p->widths[0], width = p->widths[1], half = PADDED(width);
-    const int64_t gated = p->network == SWIGLU, stride = gated ? 2 * half : half;
-    for (int64_t i = 0; i <= gated; i++)
-        NAME(multiply)(rows, dim, width, z, dim, NAME(weight_of)(p, i, expert, dim, width), product + i * half, stride,
-                       panels);
-    for (int64_t r = 0; r < rows; r++) {
-        const REAL *v = product + r * stride;
-        if (gated)
-            NAME(multiply_gate_row)(width, v, v + half, z + r * width);
-        else
-            NAME(activate_row)(width, v, (const REAL *)p->biases[0] + expert * width, z + r * width);
-    }
-    const NAME(matrix) down = NAME(weight_of)(p, 1 + gated, expert, width, dim);
-    NAME(multiply)(rows, width, dim, z, width, down, product, PADDED(dim), panels);
-    for (int64_t r = 0; r < rows; r++) {
-        const REAL *v = product + r * PADDED(dim);
-        REAL *to = (REAL *)p->rows + (first + r) * dim;
-        if (gated)
-            memcpy(to, v, dim * sizeof(REAL));
-        else
-            NAME(add_bias)(dim, v, (const REAL *)p->biases[1] + expert * dim, to);
-    }
-}
-
-/* Some rows of one block or expert, from their tokens to their outputs, in a thread's own memory. */
-static void NAME(run_rows)(const Problem *p, int64_t block, int64_t first, int64_t rows, void *scratch) {
+/* The tokens of some rows, filtered for their block. */
+static void NAME(take_rows)(const Problem *p, Rows rows, void *slot) {
     const int64_t dim = p->widths[0];
-    REAL *panels = scratch, *z = panels + DEPTH * STRIP, *product = z + p->rows_at_once * p->most_inner;
-    for (int64_t r = 0; r < rows; r++) {
-        int64_t token = p->token[first + r];
+    for (int64_t r = 0; r < rows.count; r++) {
+        int64_t token = p->token[rows.first + r];
         const REAL *x = (const REAL *)p->x + token * p->x_stride;
+        REAL *z = (REAL *)slot + r * dim;
         if (p->token_term)
             NAME(filter_row)(dim, x, (const REAL *)p->token_term + token * dim,
-                             (const REAL *)p->block_term + block * dim, z + r * dim);
+                             (const REAL *)p->block_term + rows.block * dim, z);
         else
-            memcpy(z + r * dim, x, dim * sizeof(REAL));
+            memcpy(z, x, dim * sizeof(REAL));
     }
-    if (p->network == BLOCK)
-        NAME(run_block)(p, block, first, rows, panels, z, product);
-    else
-        NAME(run_expert)(p, block, first, rows, panels, z, product);
+}
+
+/* The products of one layer: a share of their columns, from the slot's rows to what follows these in the slot. */
+static void NAME(multiply_layer)(const Problem *p, Rows rows, int64_t layer, Share share, void *slot, void *panels) {
+    const int64_t inner = p->widths[layer], columns = (p->scale ? 2 : 1) * p->widths[layer + 1];
+    const int64_t half = PADDED(columns), twice = p->network == SWIGLU && layer == 0;
+    const REAL *z = slot;
+    REAL *product = (REAL *)slot + rows.count * p->most_inner;
+    for (int64_t i = 0; i <= twice; i++) {
+        const int64_t index = i + layer + (p->network == SWIGLU && layer == 1);
+        NAME(multiply)(rows.count, inner, columns, share, z, NAME(weight_of)(p, index, rows.block, inner, columns),
+                       product + i * half, (1 + twice) * half, panels);
+    }
+}
+
+/* The rest of the layer: from products to rows, after the last layer to those of all blocks.
+ *
+ * A block: z = gate, and LayerNorm before another layer. An expert: GELU(z W_0 + b_0) W_1 + b_1, or
+ * (SiLU(z W_0) ⊙ z W_1) W_2. */
+static void NAME(finish_layer)(const Problem *p, Rows rows, int64_t layer, void *slot) {
+    const int64_t width = p->widths[layer + 1], columns = (p->scale ? 2 : 1) * width, half = PADDED(columns);
+    const int last = layer == p->layers - 1, gated = p->network == SWIGLU;
+    const REAL *product = (const REAL *)slot + rows.count * p->most_inner;
+    const REAL *bias = gated ? NULL : (const REAL *)p->biases[layer] + rows.block * columns;
+    for (int64_t r = 0; r < rows.count; r++) {
+        REAL *to = last ? (REAL *)p->rows + (rows.first + r) * p->widths[0] : (REAL *)slot + r * width;
+        const REAL *v = product + r * (gated && layer == 0 ? 2 * half : half);
+        if (gated && last)
+            memcpy(to, v, width * sizeof(REAL));
+        else if (gated)
+            NAME(multiply_gate_row)(width, v, v + half, to);
+        else if (p->network == GELU && !last)
+            NAME(activate_row)(width, v, bias, to);
+        else if (p->scale)
+            NAME(gate_row)(width, v, bias, p->gains[layer], *(const REAL *)p->scale, to);
+        else
+            NAME(add_bias)(width, v, bias, to);
+        if (p->network == BLOCK && !last) NAME(normalise_row)(width, to, p->norm_gains[layer], p->norm_shifts[layer]);
+    }
 }
 
 /* The tokens' weighted sums over their rows, plus what the shared expert gave them. */

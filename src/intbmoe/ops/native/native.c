@@ -21,7 +21,9 @@
 #define API __attribute__((visibility("default")))
 #define RMS_EPS 1e-8
 #define LAYER_NORM_EPS 1e-5
-#define FEWEST_ROWS 12 /* that a thread takes at once: the rest waits */
+#define FEWEST_ROWS 12 /* that are worth reading a weight for */
+#define FEWEST_BYTES 65536 /* of weights that are worth waking a thread for */
+#define FEW_ROWS 4 /* for each thread: dealt out by pieces, they would leave threads idle */
 #define MOST_ROWS 128  /* beyond these, what a thread holds leaves its cache */
 #define TOKENS_AT_ONCE 512
 #define DEPTH 384  /* inputs of a product that are summed at once: so many rows of a weight are at hand (TLB, cache) */
@@ -30,6 +32,7 @@
 #define NARROWEST 32 /* columns of bases that can be composed */
 #define MOST_ROWS_COMPOSED 128 /* bases, and blocks times paths: one panel of all of them lies on the stack */
 #define STRIP_BYTES 128 /* of each row of a weight that are packed at once: whole lines of the cache */
+#define PANELS_BYTES (DEPTH * STRIP_BYTES)
 
 enum { BLOCK, GELU, SWIGLU };
 
@@ -67,6 +70,20 @@ typedef struct {
     void *sums;               /* (chunks, paths, blocks, bases), of which the first becomes a gradient, or NULL */
 } Composition;
 
+/* Some rows of one block, among the rows of all blocks. */
+typedef struct {
+    int64_t block, first, count;
+} Rows;
+
+/* Of the columns of a product, from first/parts to end/parts. */
+typedef struct {
+    int64_t first, end, parts;
+} Share;
+
+static int64_t min(int64_t a, int64_t b) { return a < b ? a : b; }
+static int64_t max(int64_t a, int64_t b) { return a > b ? a : b; }
+static int64_t round_up(int64_t bytes) { return (bytes + 127) / 128 * 128; }
+
 static const double inverse_factorial[] = {
     1.0, 1.0, 1.0 / 2, 1.0 / 6, 1.0 / 24, 1.0 / 120, 1.0 / 720, 1.0 / 5040, 1.0 / 40320, 1.0 / 362880, 1.0 / 3628800,
     1.0 / 39916800, 1.0 / 479001600, 1.0 / 6227020800,
@@ -91,7 +108,9 @@ static const double tail_double[] = {
 typedef struct {
     const char *name;
     struct {
-        void (*run_rows)(const Problem *, int64_t block, int64_t first, int64_t rows, void *scratch);
+        void (*take_rows)(const Problem *, Rows, void *slot);
+        void (*multiply_layer)(const Problem *, Rows, int64_t layer, Share, void *slot, void *panels);
+        void (*finish_layer)(const Problem *, Rows, int64_t layer, void *slot);
         void (*combine)(const Problem *, int64_t first, int64_t end);
         void (*route)(int64_t first, int64_t end, int64_t blocks, int64_t choices, const void *, int64_t *, void *);
         void (*compose)(const Composition *, int64_t first, int64_t end);
@@ -161,31 +180,29 @@ API const char *intbmoe_select(const char *name) {
 /* SOURCE is a checksum of these files, so that a library built from older ones can be told. */
 API uint32_t intbmoe_source(void) { return SOURCE; }
 
-static int64_t min(int64_t a, int64_t b) { return a < b ? a : b; }
-static int64_t max(int64_t a, int64_t b) { return a > b ? a : b; }
-static int64_t round_up(int64_t bytes) { return (bytes + 127) / 128 * 128; }
-
-/* Bytes that a thread needs for itself: a strip of a weight, its rows, and their product. */
-static int64_t thread_bytes(const Problem *p) {
+/* Bytes that a row needs on its way: its numbers, and their product. */
+static int64_t row_bytes(const Problem *p) {
     int64_t size = p->is_double ? sizeof(double) : sizeof(float);
-    int64_t product = (p->network == SWIGLU ? 2 : 1) * round_up(p->most_columns * size);
-    return round_up(DEPTH * STRIP_BYTES + p->rows_at_once * (p->most_inner * size + product));
+    return round_up(p->most_inner * size) + (p->network == SWIGLU ? 2 : 1) * round_up(p->most_columns * size);
 }
 
 /* Bytes of ``scratch``; fills in the sizes that it and ``intbmoe_run_blocks`` need. */
 API int64_t intbmoe_scratch_bytes(Problem *p) {
-    const int64_t assignments = p->tokens * p->choices;
+    const int64_t assignments = p->tokens * p->choices, size = p->is_double ? sizeof(double) : sizeof(float);
+    int64_t most_bytes = 0;
     p->most_inner = p->most_columns = 0;
     for (int64_t layer = 0; layer < p->layers; layer++) {
+        const int64_t columns = (p->scale ? 2 : 1) * p->widths[layer + 1];
         p->most_inner = max(p->most_inner, p->widths[layer]);
-        p->most_columns = max(p->most_columns, (p->scale ? 2 : 1) * p->widths[layer + 1]);
+        p->most_columns = max(p->most_columns, columns);
+        most_bytes = max(most_bytes, p->widths[layer] * columns * size);
     }
-    p->threads = max(1, min(p->threads, p->blocks + assignments / FEWEST_ROWS)); /* more would find nothing to do */
+    p->threads = min(p->threads, 1 + assignments * most_bytes / FEWEST_BYTES);
     /* Twice as many pieces as threads, so that uneven ones even out; but each reads its block's weights. */
     p->rows_at_once = min(MOST_ROWS, max(FEWEST_ROWS, assignments / (2 * p->threads) + 1));
-    int64_t rows = assignments * p->widths[0] * (p->is_double ? sizeof(double) : sizeof(float));
     int64_t places = (2 * assignments + p->blocks) * sizeof(int64_t);
-    return 128 + round_up(rows) + round_up(places) + p->threads * thread_bytes(p);
+    return 128 + round_up(assignments * p->widths[0] * size) + round_up(places) +
+           p->threads * (PANELS_BYTES + p->rows_at_once * row_bytes(p));
 }
 
 /* A counting sort: the token of each row, the row of each choice, where each block's rows end. */
@@ -210,7 +227,7 @@ static int64_t pieces_of(const Problem *p, int64_t block) {
 }
 
 /* The piece-th piece of all blocks' rows, one block after the other. */
-static void run_piece(const Problem *p, int64_t piece, void *scratch) {
+static Rows rows_of(const Problem *p, int64_t piece) {
     int64_t block = 0, pieces;
     while (piece >= (pieces = pieces_of(p, block))) {
         piece -= pieces;
@@ -218,22 +235,61 @@ static void run_piece(const Problem *p, int64_t piece, void *scratch) {
     }
     int64_t rows = p->load[block], start = p->end[block] - rows;
     int64_t first = rows * piece / pieces, end = rows * (piece + 1) / pieces;
-    kernels->of[p->is_double].run_rows(p, block, start + first, end - first, scratch);
+    return (Rows){block, start + first, end - first};
+}
+
+/* One thread takes a piece all the way through. */
+static void run_piece(const Problem *p, int64_t piece, void *slot, void *panels) {
+    const Rows rows = rows_of(p, piece);
+    kernels->of[p->is_double].take_rows(p, rows, slot);
+    for (int64_t layer = 0; layer < p->layers; layer++) {
+        kernels->of[p->is_double].multiply_layer(p, rows, layer, (Share){0, 1, 1}, slot, panels);
+        kernels->of[p->is_double].finish_layer(p, rows, layer, slot);
+    }
+}
+
+/* All threads of a team take all pieces through together, one layer after the other. Of the columns of all pieces, each
+ * thread multiplies by the same number, side by side: by all of some pieces, and by a share of one or two. Each row has
+ * a place of its own among the slots. */
+static void share_pieces(const Problem *p, int64_t pieces, int64_t thread, int64_t threads, char *slots, void *panels) {
+    const int64_t bytes = row_bytes(p), start = thread * pieces, end = start + pieces; /* in parts of a piece */
+#pragma omp for
+    for (int64_t i = 0; i < pieces; i++) {
+        const Rows rows = rows_of(p, i);
+        kernels->of[p->is_double].take_rows(p, rows, slots + rows.first * bytes);
+    }
+    for (int64_t layer = 0; layer < p->layers; layer++) {
+        for (int64_t i = start / threads; i * threads < end; i++) {
+            const Rows rows = rows_of(p, i);
+            const Share share = {max(0, start - i * threads), min(threads, end - i * threads), threads};
+            kernels->of[p->is_double].multiply_layer(p, rows, layer, share, slots + rows.first * bytes, panels);
+        }
+#pragma omp barrier
+#pragma omp for
+        for (int64_t i = 0; i < pieces; i++) {
+            const Rows rows = rows_of(p, i);
+            kernels->of[p->is_double].finish_layer(p, rows, layer, slots + rows.first * bytes);
+        }
+    }
 }
 
 /* Ids are trusted to lie in −1 … blocks − 1. */
 API void intbmoe_run_blocks(Problem *p) {
-    const int64_t assignments = p->tokens * p->choices, own = thread_bytes(p);
+    const int64_t assignments = p->tokens * p->choices, bytes = p->rows_at_once * row_bytes(p);
     char *free = (char *)round_up((int64_t)p->scratch);
     p->rows = free;
     free += round_up(assignments * p->widths[0] * (p->is_double ? sizeof(double) : sizeof(float)));
     p->token = (int64_t *)free;
     p->row_of = p->token + assignments;
     p->end = p->row_of + assignments;
-    free += round_up((2 * assignments + p->blocks) * sizeof(int64_t));
+    char *panels = free + round_up((2 * assignments + p->blocks) * sizeof(int64_t));
+    char *slots = panels + p->threads * PANELS_BYTES;
     sort_by_block(p);
     int64_t pieces = 0;
     for (int64_t b = 0; b < p->blocks; b++) pieces += pieces_of(p, b);
+    /* The slots of all threads hold all rows in both cases: pieces have at most ``rows_at_once``, which is more than
+     * FEW_ROWS. */
+    const int shared = pieces < p->threads || assignments < FEW_ROWS * p->threads;
 #pragma omp parallel num_threads(p->threads) if (p->threads > 1)
     {
 #ifdef _OPENMP
@@ -241,8 +297,13 @@ API void intbmoe_run_blocks(Problem *p) {
 #else
         const int64_t thread = 0, threads = 1;
 #endif
+        char *own = panels + thread * PANELS_BYTES;
+        if (shared) {
+            share_pieces(p, pieces, thread, threads, slots, own);
+        } else {
 #pragma omp for schedule(dynamic)
-        for (int64_t piece = 0; piece < pieces; piece++) run_piece(p, piece, free + thread * own);
+            for (int64_t i = 0; i < pieces; i++) run_piece(p, i, slots + thread * bytes, own);
+        }
         kernels->of[p->is_double].combine(p, p->tokens * thread / threads, p->tokens * (thread + 1) / threads);
     }
 }

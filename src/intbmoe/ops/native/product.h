@@ -10,8 +10,8 @@
         break;
 #define STREAMED(n) \
     case n: \
-        if (w.scales) NAME(stream_rows)(n, 1, inner, columns, a, a_stride, w.numbers, out, out_stride); \
-        else NAME(stream_rows)(n, 0, inner, columns, a, a_stride, w.numbers, out, out_stride); \
+        if (w.scales) NAME(stream_rows)(n, 1, inner, columns, first, end, a, w.numbers, out, out_stride); \
+        else NAME(stream_rows)(n, 0, inner, columns, first, end, a, w.numbers, out, out_stride); \
         break;
 
 typedef REAL NAME(vector) __attribute__((vector_size(VECTOR_BYTES)));
@@ -138,13 +138,14 @@ static void NAME(pack_8_bits)(int64_t inner, int64_t columns, const int8_t *rest
     }
 }
 
-/* The product over at most DEPTH inputs, ``onto`` what is there or not.
+/* Some columns of the product over at most DEPTH inputs, ``onto`` what is there or not.
  *
  * Where rows are so few that each panel is read once, it is read where it is, unless it is the last and not full. */
-static void NAME(multiply_part)(int64_t rows, int64_t inner, int64_t columns, const REAL *a, int64_t a_stride,
-                                NAME(matrix) w, int onto, REAL *out, int64_t out_stride, REAL *panels) {
+static void NAME(multiply_part)(int64_t rows, int64_t inner, int64_t columns, int64_t first, int64_t end, const REAL *a,
+                                int64_t a_stride, NAME(matrix) w, int onto, REAL *out, int64_t out_stride,
+                                REAL *panels) {
     const REAL *whole = w.numbers;
-    for (int64_t c = 0; c < columns; c += PANEL) {
+    for (int64_t c = first; c < end; c += PANEL) {
         const REAL *panel = panels + c % STRIP * inner;
         const int direct = !w.scales && rows <= ROWS_AT_ONCE && columns - (c - c % STRIP) >= STRIP;
         if (panel == panels && w.scales)
@@ -159,16 +160,16 @@ static void NAME(multiply_part)(int64_t rows, int64_t inner, int64_t columns, co
 /* The product for a few rows, which wait for memory: the weight is read from front to back. Every sum still runs in the
  * order of the inputs. */
 static inline __attribute__((always_inline)) void NAME(stream_rows)(
-    const int rows, const int in_8_bits, int64_t inner, int64_t columns, const REAL *restrict a, int64_t a_stride,
-    const void *restrict w, REAL *restrict out, int64_t out_stride) {
-    for (int64_t start = 0; start < columns; start += CHUNK) {
-        const int64_t end = columns - start < CHUNK ? columns : start + CHUNK;
+    const int rows, const int in_8_bits, int64_t inner, int64_t columns, int64_t first, int64_t last,
+    const REAL *restrict a, const void *restrict w, REAL *restrict out, int64_t out_stride) {
+    for (int64_t start = first; start < last; start += CHUNK) {
+        const int64_t end = last - start < CHUNK ? last : start + CHUNK;
         for (int r = 0; r < rows; r++) memset(out + r * out_stride + start, 0, (end - start) * sizeof(REAL));
         int64_t i = 0;
         for (; i + 4 <= inner; i += 4) {
             const int64_t w0 = i * columns, w1 = w0 + columns, w2 = w1 + columns, w3 = w2 + columns;
             UNROLL for (int r = 0; r < rows; r++) {
-                const REAL *f = a + r * a_stride + i;
+                const REAL *f = a + r * inner + i;
                 const REAL f0 = f[0], f1 = f[1], f2 = f[2], f3 = f[3];
                 REAL *to = out + r * out_stride;
                 _Pragma("omp simd") for (int64_t c = start; c < end; c++) {
@@ -183,7 +184,7 @@ static inline __attribute__((always_inline)) void NAME(stream_rows)(
         }
         for (; i < inner; i++)
             UNROLL for (int r = 0; r < rows; r++) {
-                const REAL f = a[r * a_stride + i];
+                const REAL f = a[r * inner + i];
                 REAL *to = out + r * out_stride;
                 _Pragma("omp simd") for (int64_t c = start; c < end; c++)
                     to[c] += f * NAME(number)(w, i * columns + c, in_8_bits);
@@ -195,18 +196,22 @@ static void NAME(scale_row)(int64_t width, const REAL *restrict scales, REAL *re
     _Pragma("omp simd") for (int64_t c = 0; c < width; c++) v[c] *= scales[c];
 }
 
-/* out (rows, ≥ columns) = a (rows, inner) · w (inner, columns); out_stride is a multiple of PANEL. */
-static void NAME(multiply)(int64_t rows, int64_t inner, int64_t columns, const REAL *a, int64_t a_stride,
-                           NAME(matrix) w, REAL *out, int64_t out_stride, REAL *panels) {
+/* out (rows, ≥ columns) = a (rows, inner) · w (inner, columns), a share of the columns; out_stride is a multiple of
+ * PANEL. */
+static void NAME(multiply)(int64_t rows, int64_t inner, int64_t columns, Share share, const REAL *a, NAME(matrix) w,
+                           REAL *out, int64_t out_stride, REAL *panels) {
+    const int64_t strips = (columns + STRIP - 1) / STRIP;
+    const int64_t first = strips * share.first / share.parts * STRIP;
+    const int64_t end = min(columns, strips * share.end / share.parts * STRIP);
     switch (rows) {
         STREAMED(1) STREAMED(2) STREAMED(3) STREAMED(4)
         default:
             for (int64_t start = 0; start < inner; start += DEPTH)
-                NAME(multiply_part)(rows, inner - start < DEPTH ? inner - start : DEPTH, columns, a + start, a_stride,
+                NAME(multiply_part)(rows, min(inner - start, DEPTH), columns, first, end, a + start, inner,
                                     NAME(rows_from)(w, start, columns), start > 0, out, out_stride, panels);
     }
     if (w.scales)
-        for (int64_t r = 0; r < rows; r++) NAME(scale_row)(columns, w.scales, out + r * out_stride);
+        for (int64_t r = 0; r < rows; r++) NAME(scale_row)(end - first, w.scales + first, out + r * out_stride + first);
 }
 
 #undef CASE
