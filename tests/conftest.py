@@ -16,6 +16,7 @@ torch.set_num_threads(1)
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # the same for the processes that tests start
 
 # Imports and collected tests make a large heap: collecting garbage in it at Python's usual rate takes 6 % longer.
+# What is there before the first test is never looked at again (below).
 gc.set_threshold(20_000, 20, 20)
 
 # The time of an example depends on what else the machine does.
@@ -40,6 +41,10 @@ def pytest_collection_modifyitems(items):
         given = item.callspec.params.values() if hasattr(item, "callspec") else ()
         if item.path.parent.name != "methods" and any(isinstance(value, str) and value in NAMED for value in given):
             item.add_marker(pytest.mark.slow)
+
+
+def pytest_collection_finish():
+    gc.freeze()
 
 
 @pytest.fixture(scope="module")

@@ -5,13 +5,31 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
+
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.study import plan as study_plan
 from benchmarks.study.plan import TIMING
 
-from intbmoe.recipes import load_recipe
+from intbmoe.recipes import compute, load_recipe
 from intbmoe.recipes.sets import find_variants
+
+COUNTED = {}
+
+
+@pytest.fixture(autouse=True)
+def _count_each_model_once(monkeypatch):
+    """Plans of the same study ask for the same models, and counting one runs it."""
+    count = compute._flops
+
+    def count_once(recipe, moe):
+        key = repr((recipe, moe.name, moe.experts, moe.options))
+        if key not in COUNTED:
+            COUNTED[key] = count(recipe, moe)
+        return COUNTED[key]
+
+    monkeypatch.setattr(compute, "_flops", count_once)
 
 
 def test_a_study_of_labels_has_just_these_for_every_seed(monkeypatch):

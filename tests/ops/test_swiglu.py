@@ -147,8 +147,7 @@ def test_expanded_gradients_and_strided_tokens(device):
 
 
 @on_device
-@pytest.mark.parametrize("weights", [torch.float32, torch.float16], ids=str)
-@pytest.mark.parametrize("hidden", [32, 30])
+@pytest.mark.parametrize(("hidden", "weights"), [(32, torch.float32), (30, torch.float16)], ids=str)
 def test_operations_are_registered_properly(device, hidden, weights):
     x, *matrices = (each.to(device) for each in (torch.randn(20, 24).half(), *maps(24, hidden, weights)))
     given = [each.requires_grad_() for each in (x, *matrices)]

@@ -146,20 +146,22 @@ def find_unsteady(groups: Sequence[Sequence[float]]) -> set[int]:
     (2010) extended it to groups of different sizes. Two such groups can hide each other, and those that it does not
     find may still differ in their spread.
     """
-    steady = {place for place, group in enumerate(groups) if len(group) > 1}
+    steady = [place for place, group in enumerate(groups) if len(group) > 1]
+    variances = {place: statistics.variance(groups[place]) for place in steady}
     unsteady = set()
     while len(steady) > 2:
-        chances = {}
-        for place in steady:
-            rest = _pool([groups[other] for other in steady if other != place])
-            if rest.deviation > 0:  # on few test examples, the others may be equal by chance
-                ratio = statistics.variance(groups[place]) / rest.deviation**2
-                chances[place] = len(steady) * float(f.sf(ratio, len(groups[place]) - 1, rest.freedom))
-        worst = min(chances, key=chances.get, default=None)
-        if worst is None or chances[worst] >= UNSTEADY:
+        own = np.array([variances[place] for place in steady])
+        freedom = np.array([len(groups[place]) - 1 for place in steady])
+        others = 1 - np.eye(len(steady))  # others @ x: for each group, the sum over all others
+        freedom_of_others = others @ freedom
+        pooled = others @ (own * freedom) / freedom_of_others
+        # With few test examples, all others can have no variance, by chance. Then no group is out of line.
+        ratios = np.divide(own, pooled, out=np.zeros_like(own), where=pooled > 0)
+        chances = len(steady) * f.sf(ratios, freedom, freedom_of_others)
+        worst = int(chances.argmin())
+        if chances[worst] >= UNSTEADY:
             break
-        steady.remove(worst)
-        unsteady.add(worst)
+        unsteady.add(steady.pop(worst))
     return unsteady
 
 
