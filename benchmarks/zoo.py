@@ -48,7 +48,8 @@ model = intbmoe.load("zoo:{name}")
 | test {metric} | {score:.4f}{where} |
 | SHA-256 of model.safetensors | `{digest}` |
 
-`intbmoe eval zoo:{name}{data}` measures the score again.
+`intbmoe eval zoo:{name}{data}` measures the score again. Trained again on another machine or by another
+version, the model differs slightly.
 """
 PICTURES, CLASSES = 4, slice(0, None, 20)  # which substitute pictures, and which scores of each, are kept
 

@@ -1,4 +1,4 @@
-"""IntBMoE and the mixture-of-experts layers it is compared with, on one contract."""
+"""IntBMoE and the mixture-of-experts layers it is compared with, behind one interface."""
 
 from importlib import import_module
 from os import PathLike
