@@ -23,7 +23,7 @@ def site(tmp_path_factory):
     return folder
 
 
-def test_a_folder_that_exists_is_not_replaced(tmp_path):
+def test_a_folder_that_exists_is_not_replaced(tmp_path, forked):
     (tmp_path / "kept").touch()
     done = subprocess.run(
         [sys.executable, ROOT / "docs" / "make_site.py", tmp_path], capture_output=True, text=True, check=False
