@@ -6,6 +6,12 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 
+class UnknownNameError(KeyError, ValueError):
+    """Nothing is registered under a name. As a ``KeyError`` alone would, it does not print its message in quotes."""
+
+    __str__ = Exception.__str__
+
+
 def require(condition: bool, argument: str, value: object, allowed: str) -> None:
     if not condition:
         raise ValueError(f"{argument}={value!r} is not allowed: {argument} must be {allowed}")

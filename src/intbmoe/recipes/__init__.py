@@ -15,7 +15,7 @@ from typing import Any, get_args
 
 import yaml
 
-from intbmoe.checks import did_you_mean
+from intbmoe.checks import UnknownNameError, did_you_mean
 from intbmoe.registry import find_method, find_task, list_tasks, unknown_task
 from intbmoe.settings import field_types, from_plain, to_plain
 from intbmoe.tasks.recipe import DecayGroup, Recipe
@@ -44,7 +44,8 @@ def _find(name: str) -> Path:
     if path.suffix not in SUFFIXES:
         if name not in list_recipes():
             known = did_you_mean(name, list_recipes())
-            raise KeyError(f"no recipe is called {name!r}: {known} (for your own file, give a path that ends in .yaml)")
+            own = "for your own file, give a path that ends in .yaml"
+            raise UnknownNameError(f"no recipe is called {name!r}: {known} ({own})")
         return FOLDER / f"{name}.yaml"
     if not path.is_file():
         raise FileNotFoundError(f"there is no recipe file {path}")
