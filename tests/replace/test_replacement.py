@@ -250,10 +250,12 @@ def test_what_does_not_fit_the_method_or_the_host_is_refused():
     before = copy.deepcopy(model.state_dict())
     with pytest.raises(ValueError, match=r"smear cannot be used in model\.layers\.0\.mlp .* whole sequence"):
         intbmoe.replace_ffn(model, "smear", start="copy", experts=3)
-    with pytest.raises(ValueError, match="Switch has no shared expert"):
+    with pytest.raises(
+        ValueError, match=r"switch has no shared expert .* use start='copy', .* \(deepseek, deepseek_v1"
+    ):
         intbmoe.replace_ffn(model, "switch", start="shared")
-    with pytest.raises(ValueError, match="intbmoe has no experts that an FFN can be copied into"):
-        intbmoe.replace_ffn(model, "intbmoe", start="copy")
+    with pytest.raises(ValueError, match=r"mumoe_cp has no shared expert .* use start='fresh', which"):
+        intbmoe.replace_ffn(model, "mumoe_cp", start="shared", experts=3)
     with pytest.raises(ValueError, match=r"redraw=0\.5 is not allowed"):
         intbmoe.replace_ffn(model, "intbmoe", redraw=0.5)
     with pytest.raises(ValueError, match="start='warm' is not allowed"):
