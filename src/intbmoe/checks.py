@@ -34,6 +34,10 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     return f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"
 
 
+def counted(number: int, word: str) -> str:
+    return f"{number:,} {word}{'' if number == 1 else 's'}"
+
+
 def some(names: Iterable[str], most: int = 8) -> str:
     """Names for a message: the first ones, and how many more there are."""
     names = list(names)
