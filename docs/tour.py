@@ -126,7 +126,7 @@ print(f"largest difference: {(llama(words).logits - before).abs().max().item():.
 # %%
 folder = Path(tempfile.mkdtemp())
 command = ["compare", "digits", "--methods", "dense,switch,intbmoe", "--train.epochs", "3", "--root", str(folder)]
-done = subprocess.run([sys.executable, "-m", "intbmoe.cli", *command], capture_output=True, text=True)
+done = subprocess.run([sys.executable, "-m", "intbmoe", *command], capture_output=True, text=True)
 print(done.stdout)
 
 # %% [markdown]

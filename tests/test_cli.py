@@ -66,6 +66,11 @@ def test_methods_as_json(capsys):
     assert three["vmoe"] == (2, 2, 0)
 
 
+def test_the_package_can_be_run():
+    done = subprocess.run([sys.executable, "-m", "intbmoe", "--version"], capture_output=True, text=True, check=True)
+    assert done.stdout == f"intbmoe {intbmoe.__version__}\n"
+
+
 def test_help_lists_every_command(capsys):
     main(["--help"])
     assert re.findall(r"\n  (\w+)  ", capsys.readouterr().out) == list(COMMANDS)

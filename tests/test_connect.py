@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import intbmoe
+from echo import Echo
 from intbmoe.foreign import import_torchvision
 
 import_torchvision()  # transformers imports it if it is installed, and fails if that fails
@@ -177,6 +178,23 @@ def test_connecting_again_replaces_the_connection():
     model(**batch()).loss.backward()
     optimizer.step()
     assert len(model._forward_hooks) == 1
+
+
+def test_collecting_or_stepping_twice_is_told_as_what_it_may_be():
+    class WithLoss(torch.nn.Sequential):
+        def forward(self, x):
+            return super().forward(x).sum()
+
+    model = WithLoss(Echo(4, 4))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    intbmoe.connect(model, optimizer)
+    loss = model(torch.randn(1, 2, 4))
+    with pytest.raises(RuntimeError, match=r"no record of a training forward: .*connect calls it for models that"):
+        loss + intbmoe.aux_loss(model)
+    loss.backward()
+    optimizer.step()
+    with pytest.raises(RuntimeError, match=r"no counts for this step: .* connected model that returns a loss"):
+        optimizer.step()
 
 
 def test_what_cannot_be_connected_says_so():

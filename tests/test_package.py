@@ -1,5 +1,7 @@
 """What ``import intbmoe`` offers."""
 
+import importlib
+import subprocess
 import sys
 
 import pytest
@@ -41,3 +43,17 @@ def test_train_is_a_package_that_can_be_called(monkeypatch):
     assert package.RunDirectory
     with pytest.raises(AttributeError, match="no attribute 'trian'"):
         intbmoe.trian  # noqa: B018
+
+
+def test_commands_name_their_python_functions():
+    told = r"no attribute 'export'; it is a command: intbmoe export, and in Python intbmoe\.export\.export_run"
+    with pytest.raises(AttributeError, match=told):
+        intbmoe.__getattr__("export")
+    for command in intbmoe._COMMANDS.values():
+        module, _, function = command.rpartition(" ")[2].rpartition(".")
+        assert not module or callable(getattr(importlib.import_module(module), function))
+
+
+def test_opening_artifacts_needs_nothing_of_training():
+    code = "import sys, intbmoe.export; assert 'intbmoe.train' not in sys.modules; intbmoe.export.export_run"
+    subprocess.run([sys.executable, "-c", code], check=True)

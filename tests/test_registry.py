@@ -33,6 +33,9 @@ def test_a_misspelt_name_gets_a_suggestion():
         intbmoe.create("intmoe", 8, 12)
     with pytest.raises(KeyError, match=r"known: .*dense.*switch"):
         intbmoe.create("zzzzzzz", 8, 12)
+    with pytest.raises(ValueError, match=r"^no task is called 'visoin'") as error:  # as other wrong arguments are
+        registry.find_task("visoin")
+    assert isinstance(error.value, KeyError)
 
 
 def test_a_taken_name_is_refused():

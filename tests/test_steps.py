@@ -38,13 +38,13 @@ def test_losses_of_all_layers_are_summed_with_gradient():
 
 def test_a_second_call_or_none_before_is_refused_by_name():
     model = model_of(nn.Identity(), Echo(4, 4))
-    with pytest.raises(RuntimeError, match="layer '1' left no record"):
+    with pytest.raises(RuntimeError, match="layer '1' has no record of a training forward"):
         intbmoe.aux_loss(model)
     model(torch.randn(1, 2, 4))
     intbmoe.aux_loss(model)
-    with pytest.raises(RuntimeError, match="left no record"):
+    with pytest.raises(RuntimeError, match="has no record of a training forward"):
         intbmoe.aux_loss(model)
-    with pytest.raises(RuntimeError, match=r"^Echo left no record"):
+    with pytest.raises(RuntimeError, match=r"^Echo has no record of a training forward"):
         intbmoe.aux_loss(Echo(4, 4))
 
 
@@ -91,7 +91,7 @@ def test_checkpointing_keeps_no_graph_alive_and_a_second_call_is_still_refused()
     y = checkpoint(lambda x: layer(x).exp(), torch.randn(1, 2, 4, requires_grad=True), use_reentrant=False)
     (y.sum() + intbmoe.aux_loss(layer)).backward()
     assert layer.statistics.record is None
-    with pytest.raises(RuntimeError, match="left no record"):
+    with pytest.raises(RuntimeError, match="has no record of a training forward"):
         intbmoe.aux_loss(layer)
 
 
@@ -125,7 +125,7 @@ def test_families_see_all_their_layers_and_the_steps_sums_once():
 
 def test_a_step_without_counts_is_refused():
     model = model_of(Echo(4, 4))
-    with pytest.raises(RuntimeError, match=r"layer '0' has no counts.*aux_loss"):
+    with pytest.raises(RuntimeError, match=r"layer '0' has no counts for this step: .*aux_loss"):
         intbmoe.after_step(model)
 
 

@@ -18,7 +18,7 @@ TRAINING = (ROOT / "docs" / "training.md").read_text(encoding="utf-8")
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 PAGES.remove(ROOT / "docs" / "adding-a-task.md")  # tests/tasks/test_adding_a_task.py runs its commands
 TEXT = "\n".join(page.read_text(encoding="utf-8") for page in PAGES).replace("\\\n", " ")
-LINES = re.findall(r"^ *(?:torchrun .*-m intbmoe\.cli|intbmoe) (.*)$", TEXT, flags=re.MULTILINE)
+LINES = re.findall(r"^ *(?:torchrun .*-m intbmoe|intbmoe) (.*)$", TEXT, flags=re.MULTILINE)
 LINES += re.findall(r"`intbmoe ([a-z]+ [^`]*)`", TEXT)
 COMMANDS_SHOWN = [shlex.split(line, comments=True) for line in LINES]
 SHOWN = [args for args in COMMANDS_SHOWN if args and not any(word.isupper() for word in args)]  # no RECIPE etc.

@@ -24,14 +24,24 @@ __all__ = [
     "create", "from_pretrained", "list_methods", "load", "load_statistics", "match_budget", "plan_steps", "precompose",
     "quantize", "record_routing", "replace_ffn", "save_pretrained",
 ]  # fmt: skip
+# Without "train": ``from intbmoe import *`` would import it, and need the packages of an optional extra.
+
+_COMMANDS = {
+    "analyse": "analyse, and in Python intbmoe.analysis.analyse.analyse",
+    "compare": "compare, and in Python intbmoe.compare.compare.compare",
+    "evaluate": "eval, and in Python intbmoe.train.evaluate",
+    "export": "export, and in Python intbmoe.export.export_run",
+    "serve": "serve",
+}
 
 __version__ = program_version()
 
 
 def __getattr__(name: str) -> Any:
-    if name != "train":
-        raise AttributeError(f"module 'intbmoe' has no attribute {name!r}")
-    return _training()
+    if name == "train":
+        return _training()
+    command = f"; it is a command: intbmoe {_COMMANDS[name]}" if name in _COMMANDS else ""
+    raise AttributeError(f"module 'intbmoe' has no attribute {name!r}{command}")
 
 
 def __dir__() -> list[str]:

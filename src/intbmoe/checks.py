@@ -6,6 +6,12 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 
+class UnknownNameError(KeyError, ValueError):
+    """Nothing is registered under a name. As a ``KeyError`` alone would, it does not print its message in quotes."""
+
+    __str__ = Exception.__str__
+
+
 def require(condition: bool, argument: str, value: object, allowed: str) -> None:
     if not condition:
         raise ValueError(f"{argument}={value!r} is not allowed: {argument} must be {allowed}")
@@ -26,6 +32,10 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     known = sorted(known)
     near = difflib.get_close_matches(word, known, n=1)
     return f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"
+
+
+def counted(number: int, word: str) -> str:
+    return f"{number:,} {word}{'' if number == 1 else 's'}"
 
 
 def some(names: Iterable[str], most: int = 8) -> str:

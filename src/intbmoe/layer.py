@@ -150,10 +150,7 @@ class MoELayer(nn.Module):
 
     def start_as(self, module: nn.Module) -> None:
         """Start out equal to ``module``: it becomes the shared expert, and the mixture beside it starts at zero."""
-        raise ValueError(
-            f"{type(self).__name__} has no shared expert that the given module could become: use start='copy', which "
-            f"copies it into all experts, or a method with a shared expert (intbmoe, deepseek)"
-        )
+        raise ValueError(f"{type(self).__name__} has no shared expert that the given module could become")
 
     def plan_steps(self, total: int) -> None:
         """Called once, before training, with the run's number of optimizer steps; turns fractions of it into steps."""

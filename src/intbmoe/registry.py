@@ -24,7 +24,7 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any, Literal
 
-from intbmoe.checks import did_you_mean
+from intbmoe.checks import UnknownNameError, did_you_mean
 
 Participation = Literal["dense", "sparse"]
 PLUGINS = "INTBMOE_PLUGINS"  # the environment variable: paths of Python files, separated as in PATH
@@ -122,7 +122,7 @@ def find_method(name: str) -> Method:
     if name not in list_methods():
         found = did_you_mean(name, _methods)
         hint = f" (a method of your own: {PLUGIN_HINT})" if found.startswith("known") else ""
-        raise KeyError(f"no method is called {name!r}: {found}{hint}")
+        raise UnknownNameError(f"no method is called {name!r}: {found}{hint}")
     return _methods[name]
 
 
@@ -181,7 +181,7 @@ def list_tasks() -> list[str]:
 
 def find_task(name: str) -> type:
     if name not in list_tasks():
-        raise KeyError(f"no task is called {name!r}: {unknown_task(name)}")
+        raise UnknownNameError(f"no task is called {name!r}: {unknown_task(name)}")
     return _tasks[name]
 
 

@@ -44,8 +44,9 @@ def aux_loss(model: nn.Module) -> Tensor:
         record = layer.statistics.take_record()
         if record is None:
             raise RuntimeError(
-                f"{_called(name, layer)} left no record: run a forward in training mode before each call of aux_loss, "
-                f"and call aux_loss once per forward"
+                f"{_called(name, layer)} has no record of a training forward: it did not run since the last "
+                f"aux_loss(model). Either the forward skipped it, the model was not in training mode, or aux_loss was "
+                f"already called (intbmoe.connect calls it for models that return a loss)"
             )
         if record.losses and torch.is_grad_enabled() and not record.differentiable:
             raise RuntimeError(
@@ -70,7 +71,8 @@ def after_step(model: nn.Module, optimizer: Any = None) -> None:
     for name, layer in layers.items():
         if not layer.statistics.pending:
             raise RuntimeError(
-                f"{_called(name, layer)} has no counts: call intbmoe.aux_loss(model) once per micro-batch"
+                f"{_called(name, layer)} has no counts for this step: no training forward whose losses were collected "
+                f"since the last step (by aux_loss(model), or by a connected model that returns a loss)"
             )
     _all_reduce([layer.statistics.pending for layer in layers.values()])
     for family, members in _families(model):

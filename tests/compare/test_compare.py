@@ -333,12 +333,13 @@ def test_files_of_different_sets_have_different_names_also_where_case_does_not_c
     assert file_stem("dense, dense,switch") == "dense+switch", "as often as it is in the table"
 
 
-def test_without_intbmoe_on_the_path_they_start_the_module(recipe, tmp_path, monkeypatch):
+@pytest.mark.parametrize("started", ["cli.py", "__main__.py"])
+def test_without_intbmoe_on_the_path_they_start_the_module(started, recipe, tmp_path, monkeypatch):
     monkeypatch.setattr("shutil.which", lambda program: None)
-    monkeypatch.setattr("sys.argv", ["/site/intbmoe/cli.py"])
+    monkeypatch.setattr("sys.argv", [f"/site/intbmoe/{started}"])
     options = CompareOptions(methods="dense", root=tmp_path)
     told = what_next(make_plan(recipe, options), options, ["digits"])
-    assert all(line.startswith("  python -m intbmoe.cli ") for line in told.splitlines())
+    assert all(line.startswith("  python -m intbmoe ") for line in told.splitlines())
 
 
 def test_the_commands_that_lead_on_can_be_pasted(recipe, tmp_path):

@@ -93,6 +93,7 @@ def test_the_report_tells_parameters_flops_and_changes():
     text = str(report)
     assert "model.layers.1.mlp" in text
     assert "LlamaMLP 16→24" in text
+    assert "2 FFNs, model parameters" in text
 
 
 def test_layers_and_names_choose():
@@ -102,8 +103,12 @@ def test_layers_and_names_choose():
     again = intbmoe.replace_ffn(model, "deepseek", match=r"^decoder", experts=3, hidden=10)
     assert [row.name for row in again.layers] == [f"decoder.block.{block}.layer.2.DenseReluDense" for block in (0, 1)]
     assert again.largest_change == 0.0
-    with pytest.raises(ValueError, match=r"layers=\[5\] is not allowed: layers must be numbers from 0 to 0"):
-        intbmoe.replace_ffn(model, "intbmoe", layers=[5], **SMALL)
+    rest, _ = transformers_model("llama")
+    with pytest.raises(ValueError, match=r"layers=\[5\] .* from 0 to 1, or negative from the end: found 2 FFNs"):
+        intbmoe.replace_ffn(rest, "intbmoe", layers=[5], **SMALL)
+    for layers in (1, [], ["0"]):
+        with pytest.raises(ValueError, match=r"layers=.* is not allowed: layers must be a list of numbers"):
+            intbmoe.replace_ffn(rest, "intbmoe", layers=layers, **SMALL)
 
 
 def test_half_precision_keeps_what_routes_in_float32():
@@ -186,7 +191,7 @@ REFUSED = {
     "mixture": (lambda: Toy(moe=Toy(experts=nn.ModuleList([Mlp()]))), "it is already part of a mixture"),
     "unknown": (lambda: Toy(mlp=Mlp("a", "b")), "its maps have unknown names: use match= to replace it"),
     "alone": (Mlp, "the model itself is an FFN"),
-    "nothing": (lambda: Toy(head=nn.Linear(8, 4)), r"Toy has no FFN .* use intbmoe\.create"),
+    "nothing": (lambda: Toy(head=nn.Linear(8, 4)), r"no FFN was recognised in Toy: .* put intbmoe\.create"),
     "torch": (lambda: Toy(block=nn.TransformerEncoderLayer(8, 2, 12)), "block: PyTorch's layer reads"),
     "meta": (lambda: Toy(mlp=Mlp()).to("meta"), "on the meta device"),
 }
@@ -250,10 +255,14 @@ def test_what_does_not_fit_the_method_or_the_host_is_refused():
     before = copy.deepcopy(model.state_dict())
     with pytest.raises(ValueError, match=r"smear cannot be used in model\.layers\.0\.mlp .* whole sequence"):
         intbmoe.replace_ffn(model, "smear", start="copy", experts=3)
-    with pytest.raises(ValueError, match="Switch has no shared expert"):
+    with pytest.raises(
+        ValueError, match=r"switch has no shared expert .* use start='copy', .* \(deepseek, deepseek_v1"
+    ):
         intbmoe.replace_ffn(model, "switch", start="shared")
-    with pytest.raises(ValueError, match="intbmoe has no experts that an FFN can be copied into"):
-        intbmoe.replace_ffn(model, "intbmoe", start="copy")
+    with pytest.raises(ValueError, match=r"mumoe_cp has no shared expert .* use start='fresh', which"):
+        intbmoe.replace_ffn(model, "mumoe_cp", start="shared", experts=3)
+    with pytest.raises(ValueError, match="dim=16 is not allowed: dim must be left out"):
+        intbmoe.replace_ffn(model, "intbmoe", dim=16)
     with pytest.raises(ValueError, match=r"redraw=0\.5 is not allowed"):
         intbmoe.replace_ffn(model, "intbmoe", redraw=0.5)
     with pytest.raises(ValueError, match="start='warm' is not allowed"):

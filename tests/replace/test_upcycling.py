@@ -1,5 +1,9 @@
 """Experts that start as copies of a trained FFN."""
 
+import copy
+import re
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
@@ -7,8 +11,14 @@ from torch import nn
 import intbmoe
 from foreign_models import output, timm_model, transformers_model
 
-EXACT = ["deepseek", "dynmoe", "lory", "mass", "smear", "smear_token", "dense"]
-SCALED = ["switch", "vmoe", "remoe", "expert_choice"]
+EXACT = [
+    *("deepseek", "dense", "dsfnet", "dynmoe", "gshard", "lory", "mass", "mixtral", "mixture", "mmoe", "shazeer"),
+    *("smear", "smear_token", "swiglu"),
+]
+SCALED = ["switch", "vmoe", "remoe", "expert_choice", "hypermoe", "lapsum"]
+SCALED_SWIGLU = ["deepseek_v1"]
+CHANGED = ["soft", "soft_causal"]
+NO_COPIES = ["intbmoe", "mobe", "mumoe_cp", "mumoe_tr", "ple"]
 
 
 def with_large_weights(model):
@@ -30,12 +40,13 @@ def test_copies_whose_weights_sum_to_one_change_nothing(name, host):
         pytest.skip("its experts are SwiGLU")
     if host == "swiglu" and name == "smear":
         pytest.skip("it looks ahead")
-    options = {} if name == "dense" else {"experts": 4}
+    options = {} if name in ("dense", "swiglu") else {"experts": 4}
+    rounding = 1e-8 if name == "gshard" else 1e-13  # GShard adds 1e-9 to the sum of two weights
     before = output(model, inputs)
     report = intbmoe.replace_ffn(model, name, start="copy", example=inputs, **options)
     assert [row.scale for row in report.layers] == [1.0] * len(report.layers)
-    assert report.largest_change <= 1e-13 * max(row.size for row in report.layers)
-    assert (output(model, inputs) - before).abs().max() <= 1e-12 * before.abs().max()
+    assert report.largest_change <= rounding * max(row.size for row in report.layers)
+    assert (output(model, inputs) - before).abs().max() <= 10 * rounding * before.abs().max()
 
 
 @pytest.mark.parametrize("name", SCALED)
@@ -53,6 +64,15 @@ def test_other_copies_are_scaled_to_the_same_mean(name):
     total = log["blocks.0.mlp"].weights.sum(-1).mean() * row.scale
     assert total == pytest.approx(1, abs=1e-9)
     assert layer(tokens).shape == tokens.shape
+
+
+@pytest.mark.parametrize("name", SCALED_SWIGLU)
+def test_copies_of_a_swiglu_are_scaled_too(name):
+    model, inputs = transformers_model("llama")
+    kept = intbmoe.replace_ffn(copy.deepcopy(model), name, start="shared", example=inputs)
+    copied = intbmoe.replace_ffn(model, name, start="copy", example=inputs)
+    assert kept.largest_change == 0.0
+    assert all(row.scale != 1.0 and row.change < 0.5 * row.size for row in copied.layers)
 
 
 @pytest.mark.parametrize("kind", ["gated", "fused"])
@@ -88,6 +108,22 @@ def test_other_networks_are_refused(name):
     model, _ = transformers_model(name)
     with pytest.raises(ValueError, match="cannot be copied: experts can only be GELU networks"):
         intbmoe.replace_ffn(model, "switch", start="copy", experts=4)
+
+
+def test_every_method_is_in_a_table_of_the_documentation():
+    assert sorted(EXACT + SCALED + SCALED_SWIGLU + CHANGED + NO_COPIES) == intbmoe.list_methods()
+    text = (Path(__file__).parents[2] / "docs" / "replace.md").read_text(encoding="utf-8")
+    named = [set(re.findall(r"`(\w+)`", row)) for row in re.findall(r"^\| .*", text, flags=re.MULTILINE)]
+    rows = [row & set(intbmoe.list_methods()) for row in named]
+    for methods in (EXACT, SCALED + SCALED_SWIGLU, CHANGED, NO_COPIES):
+        assert set(methods) in rows
+
+
+@pytest.mark.parametrize("name", NO_COPIES)
+def test_methods_without_independent_experts_take_no_copies(name):
+    model, _ = transformers_model("llama")
+    with pytest.raises(ValueError, match=rf"{name} cannot start as a copy .* use start='fresh', or start='shared'"):
+        intbmoe.replace_ffn(model, name, start="copy", experts=4)
 
 
 def test_a_copy_keeps_its_width_and_kind():

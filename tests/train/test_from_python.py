@@ -3,6 +3,9 @@
 Hugging Face data sets are replaced by classes with the same interface; if ``datasets`` is installed, one test uses it.
 """
 
+import re
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -198,14 +201,38 @@ def test_settings_overrule_a_recipe_by_their_names():
     changed = override(recipe, {"moe.name": "switch", "train.epochs": 3, "model.dim": 96, "name": "mine"})
     assert (changed.name, changed.moe.name, changed.moe.options, changed.model.dim) == ("mine", "switch", {}, 96)
     assert (changed.train.steps, changed.train.epochs) == (None, 3)
-    assert override(recipe, {"moe.options.top_k": 1}).moe.options == {**recipe.moe.options, "top_k": 1}
-    for settings, message in {
-        "train.epoch": "train.epoch: no such setting: did you mean 'epochs'",
-        "trian.epochs": "trian.epochs: no such setting: did you mean 'train'",
-        "moe.name.x": "moe.name.x: no such setting",
-    }.items():
-        with pytest.raises(ValueError, match=message):
-            override(recipe, {settings: 1})
+    assert override(recipe, {"moe.options.top-k": 1}).moe.options == {**recipe.moe.options, "top_k": 1}
+
+
+def test_nested_settings_and_those_of_the_command_line_mean_the_same():
+    recipe = load_recipe("images")
+    for nested, dotted in [
+        ({"train": {"epochs": 1}}, {"train.epochs": 1}),
+        ({"model": {"dim": 96, "image-size": 64}}, {"--model.dim": 96, "model.image_size": 64}),
+        ({"moe": {"name": "switch", "options": {"jitter": 0.1}}}, {"moe.name": "switch", "moe.options.jitter": 0.1}),
+        ({"data": {"augmentation": {"flip": 0.1}}}, {"data.augmentation.flip": 0.1}),
+    ]:
+        assert override(recipe, nested) == override(recipe, dotted)
+    assert override(recipe, {"train": {"epochs": 1}}).train == replace(recipe.train, epochs=1.0, steps=None)
+    assert override(recipe, {"moe": {"name": "switch"}}).moe.experts == recipe.moe.experts
+    assert override(recipe, {"moe": {"options": {"top_k": 1}}}).moe.options == {"top_k": 1}
+    assert override(recipe, {"train": {}}) is recipe
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("epochs", "epochs: no such setting: did you mean 'train.epochs'?"),
+        ("train.epoch", "train.epoch: no such setting: did you mean 'train.epochs'?"),
+        ("trian.epochs", "trian.epochs: no such setting: did you mean 'train.epochs'?"),
+        ("train.name", "train.name: no such setting: did you mean 'name' or 'moe.name'?"),
+        ("moe.name.x", "moe.name.x: no such setting: known: moe.name, moe.experts, moe.options, moe.label"),
+        ("zzz", "zzz: no such setting: known: name, task, "),
+    ],
+)
+def test_an_unknown_setting_gets_a_suggestion(name, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        override(load_recipe("stdlib"), {name: 1})
 
 
 def test_a_run_whose_data_has_changed_is_refused(tmp_path, monkeypatch):

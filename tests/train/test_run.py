@@ -105,6 +105,9 @@ def test_data_is_found_from_any_working_directory(tmp_path, monkeypatch):
     run.claim(recipe("data/some.npz"))
     with pytest.raises(RunConflictError, match=r"If the same data has moved, set data\.path in .*config\.yaml"):
         run.claim(recipe("some.npz"))
+    with pytest.raises(RunConflictError, match=r"add --moe\.label LABEL, --name NAME or --root FOLDER") as caught:
+        run.claim(recipe(None))
+    assert "has moved" not in str(caught.value)
     with pytest.raises(DataError, match=r"^gone\n.*comes from .*run/config\.yaml"), moved_data_is_explained(run.path):
         raise DataError("gone")
     run.config_path.write_text(run.config_path.read_text().replace(str(tmp_path / "data/some.npz"), "data/some.npz"))
@@ -158,6 +161,9 @@ def test_unfinished_and_absent_runs_say_so(run, tmp_path):
     with pytest.raises(TrainingError, match="not finished"):
         run.result  # noqa: B018
     with pytest.raises(TrainingError, match="not a run directory"):
+        RunDirectory.existing(tmp_path)
+    (tmp_path / "artifact.json").write_text("{}")
+    with pytest.raises(TrainingError, match=r"an artifact: serve it \(intbmoe serve .*intbmoe\.export\.load_artifact"):
         RunDirectory.existing(tmp_path)
 
 

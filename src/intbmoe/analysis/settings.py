@@ -4,7 +4,7 @@ import torch
 
 from intbmoe.analysis.cost import PRECOMPOSED, Figures, Setting
 from intbmoe.budget import TABLE_1, TABLE_2, match_budget
-from intbmoe.checks import did_you_mean
+from intbmoe.checks import UnknownNameError, did_you_mean
 from intbmoe.models.llama import Llama, LlamaConfig
 from intbmoe.models.recommender import Recommender, RecommenderConfig
 from intbmoe.models.vit import ViT, ViTConfig, class_token_ffns
@@ -192,5 +192,5 @@ SETTINGS = {setting.name: setting for setting in (IMAGENET, MINIPILE, INTTRAVEL)
 
 def find_setting(name: str) -> Setting:
     if name not in SETTINGS:
-        raise KeyError(f"no setting is called {name!r}: {did_you_mean(name, SETTINGS)}")
+        raise UnknownNameError(f"no setting is called {name!r}: {did_you_mean(name, SETTINGS)}")
     return SETTINGS[name]

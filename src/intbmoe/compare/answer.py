@@ -8,8 +8,9 @@ kept no outcomes, contenders whose 95 % intervals overlap are tied. With one see
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from intbmoe.checks import counted
 from intbmoe.compare.summary import trained_rows
-from intbmoe.report.numbers import NOTHING, counted, format_difference, format_metric
+from intbmoe.report.numbers import NOTHING, format_difference, format_metric
 from intbmoe.report.page import Answer, Verdict
 from intbmoe.report.trace import trained_for
 

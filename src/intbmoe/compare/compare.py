@@ -8,6 +8,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
+from pathlib import Path
 
 from rich.console import Console
 
@@ -147,8 +148,9 @@ def what_next(plan: Plan, options: CompareOptions, settings: Sequence[str], own:
 
 def _own_program() -> str:
     """Return how this process was started, if intbmoe is not on the path."""
-    path = os.path.relpath(sys.argv[0])
-    return "python -m intbmoe.cli" if path.endswith("cli.py") else shlex.quote(path)
+    path = Path(sys.argv[0])
+    as_module = path.parent.name == "intbmoe" and path.name in ("__main__.py", "cli.py")
+    return "python -m intbmoe" if as_module else shlex.quote(os.path.relpath(path))
 
 
 def _with_root(plan: Plan, options: CompareOptions, settings: Sequence[str]) -> list[str]:

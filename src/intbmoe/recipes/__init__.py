@@ -7,13 +7,15 @@
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
+from dataclasses import is_dataclass, replace
+from difflib import get_close_matches
+from functools import reduce
 from pathlib import Path
 from typing import Any, get_args
 
 import yaml
 
-from intbmoe.checks import did_you_mean
+from intbmoe.checks import UnknownNameError, did_you_mean
 from intbmoe.registry import find_method, find_task, list_tasks, unknown_task
 from intbmoe.settings import field_types, from_plain, to_plain
 from intbmoe.tasks.recipe import DecayGroup, Recipe
@@ -42,7 +44,8 @@ def _find(name: str) -> Path:
     if path.suffix not in SUFFIXES:
         if name not in list_recipes():
             known = did_you_mean(name, list_recipes())
-            raise KeyError(f"no recipe is called {name!r}: {known} (for your own file, give a path that ends in .yaml)")
+            own = "for your own file, give a path that ends in .yaml"
+            raise UnknownNameError(f"no recipe is called {name!r}: {known} ({own})")
         return FOLDER / f"{name}.yaml"
     if not path.is_file():
         raise FileNotFoundError(f"there is no recipe file {path}")
@@ -100,8 +103,11 @@ def recipe_from_dict(data: Mapping[str, Any]) -> Recipe:
 
 
 def override(recipe: Recipe, settings: Mapping[str, Any]) -> Recipe:
-    """Change settings of a recipe by their dotted names; a different method starts without the recipe's options."""
-    plain = recipe_to_dict(recipe)
+    """Change settings of a recipe, by dotted names or nested: {"train.epochs": 3} means {"train": {"epochs": 3}}.
+
+    A different method starts without the recipe's options. Names may be written as on the command line, with hyphens.
+    """
+    plain, settings = recipe_to_dict(recipe), _dotted(settings, recipe)
     if settings.get("moe.name", recipe.moe.name) != recipe.moe.name:
         plain["moe"] |= {"options": {}, "label": None}
     if "train.epochs" in settings and "train.steps" not in settings:
@@ -110,11 +116,33 @@ def override(recipe: Recipe, settings: Mapping[str, Any]) -> Recipe:
         *above, last = name.split(".")
         place = plain
         for part in above:
-            if not isinstance(place.get(part), dict):
-                raise ValueError(f"{name}: no such setting: {did_you_mean(part, place)}")
-            place = place[part]
+            place = place.get(part) if isinstance(place, dict) else None
+        if not isinstance(place, dict) or (last not in place and above != ["moe", "options"]):
+            raise ValueError(f"{name}: no such setting: {_near_settings(name, list(_dotted(plain, recipe)))}")
         place[last] = value
     return recipe_from_dict(plain) if settings else recipe
+
+
+def _dotted(settings: Mapping[str, Any], recipe: Recipe, above: str = "") -> dict[str, Any]:
+    """Settings by dotted names. A mapping for what is no group of settings (``moe.options``) is itself a value."""
+    found = {}
+    for key, value in settings.items():
+        name = above + str(key).lstrip("-").replace("-", "_")
+        place = reduce(lambda group, part: getattr(group, part, None), name.split("."), recipe)
+        is_group = isinstance(value, Mapping) and is_dataclass(place)
+        found |= _dotted(value, recipe, f"{name}.") if is_group else {name: value}
+    return found
+
+
+def _near_settings(name: str, known: list[str]) -> str:
+    """The settings whose last part is most like that of an unknown ``name``; without any, those of its group."""
+    *above, last = name.split(".")
+    near = get_close_matches(last, {setting.rpartition(".")[2] for setting in known}, n=1)
+    likely = [setting for setting in known if setting.rpartition(".")[2] in near]
+    if likely:
+        return f"did you mean {' or '.join(map(repr, likely))}?"
+    group = [setting for setting in known if above and setting.startswith(f"{above[0]}.")]
+    return f"known: {', '.join(group or dict.fromkeys(setting.partition('.')[0] for setting in known))}"
 
 
 def _upgraded(data: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -20,7 +20,7 @@ from functools import partial
 from typing import Any
 
 from intbmoe.budget import NAMED, TABLE_1, TABLE_2
-from intbmoe.checks import did_you_mean
+from intbmoe.checks import UnknownNameError, did_you_mean
 from intbmoe.layer import moe_layers
 from intbmoe.methods.intbmoe import IntBMoEConfig
 from intbmoe.recipes.compute import equal_compute
@@ -70,7 +70,7 @@ def find_variants(recipe: Recipe, choice: str, options: Options | None = None) -
     """
     names = [name.strip() for name in choice.split(",") if name.strip()]
     if not names:
-        raise KeyError("no method was named: use all, or names from intbmoe methods separated by commas")
+        raise UnknownNameError("no method was named: use all, or names from intbmoe methods separated by commas")
     found: dict[str, Variant] = {}
     for name in names:
         if name in SETS:
@@ -79,7 +79,7 @@ def find_variants(recipe: Recipe, choice: str, options: Options | None = None) -
             variants = [_method(recipe, name)]
         else:
             known = did_you_mean(name, [*SETS, *list_methods()])
-            raise KeyError(f"no method and no set is called {name!r}: {known}")
+            raise UnknownNameError(f"no method and no set is called {name!r}: {known}")
         for variant in variants:
             found.setdefault(variant.label, variant)
     for name, given in (options or {}).items():

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from intbmoe.checks import require
+from intbmoe.checks import counted, require
 from intbmoe.counting import count_flops
 from intbmoe.layer import MoELayer, moe_layers, unwrap
 from intbmoe.registry import find_method
@@ -40,7 +40,11 @@ def replace_ffn(
 
     ``layers`` selects FFNs by number, in the model's order from 0 (negative: from the end). ``match`` is a regular
     expression to be found in an FFN's name; it also admits FFNs whose maps have unknown names. ``options`` go to the
-    method; ``hidden`` defaults to the FFN's own. ``starts.py`` explains ``start`` and ``redraw``.
+    method; ``hidden`` defaults to the FFN's own.
+
+    ``start`` says what becomes of a trained FFN. "shared" keeps it as the shared expert, so that the output does not
+    change (intbmoe, deepseek, deepseek_v1); "copy" makes every expert a copy of it; "fresh" drops it. With "copy",
+    ``redraw`` is the fraction of each expert's inner units that is initialised again.
 
     With ``example``, an input of the model (a tensor, a tuple or a dict), layers are measured on the tokens they get
     from it, and the report says how much the model's output has changed; without it, on random tokens. Nothing is
@@ -49,6 +53,7 @@ def replace_ffn(
     require(start in STARTS, "start", start, f"one of {', '.join(map(repr, STARTS))}")
     require(0 <= redraw < 1, "redraw", redraw, "a fraction in [0, 1)")
     require(not redraw or start == "copy", "redraw", redraw, "0 unless start='copy'")
+    require("dim" not in options, "dim", options.get("dim"), "left out: it is the width of the FFN's tokens")
     find_method(method)
     model = unwrap(model)
     chosen, left = _choose(model, layers, match)
@@ -83,16 +88,19 @@ def _choose(model: nn.Module, layers: Iterable[int] | None, match: str | None) -
     if not wanted:
         others = "".join(f"\n  {name}: {reason}" for name, reason in left.items())
         where = f" whose name contains {match!r}" if match else ""
-        fix = "in your own model, use intbmoe.create(…) where its FFN is made"
-        fix = "it already holds mixtures" if any(moe_layers(model)) else fix
-        raise ValueError(
-            f"{type(model).__name__} has no FFN{where} with known names and shapes of its maps; {fix}{others}"
+        why = (
+            "none of its modules has linear maps with the usual names and shapes (docs/replace.md lists them). In your "
+            "own model, put intbmoe.create(…) where the FFN is made"
         )
+        why = "it already holds mixtures" if any(moe_layers(model)) else why
+        raise ValueError(f"no FFN{where} was recognised in {type(model).__name__}: {why}{others}")
     if layers is None:
         return wanted, left
-    indices = list(layers)
-    if not indices or any(not -len(wanted) <= index < len(wanted) for index in indices):
-        require(False, "layers", indices, f"numbers from 0 to {len(wanted) - 1}: {len(wanted)} FFNs were found")
+    indices = list(layers) if isinstance(layers, Iterable) else []
+    if not indices or any(index not in range(-len(wanted), len(wanted)) for index in indices):
+        count = len(wanted)
+        allowed = f"a list of numbers from 0 to {count - 1}, or negative from the end: found {counted(count, 'FFN')}"
+        require(False, "layers", indices or layers, allowed)
     kept = sorted({index % len(wanted) for index in indices})
     return [wanted[index] for index in kept], left
 

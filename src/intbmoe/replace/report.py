@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass, field
 
+from intbmoe.checks import counted
+
 
 @dataclass(frozen=True)
 class ReplacedFFN:
@@ -43,7 +45,10 @@ class Report:
         return max(layer.change for layer in self.layers)
 
     def __str__(self) -> str:
-        titles = ("layer", "FFN", "parameters", "FLOPs per token", "per forward", "change", "largest output")
+        titles = (
+            "layer", "FFN", "parameters", "FLOPs per token", "composing, per forward", "largest change",
+            "largest output",
+        )  # fmt: skip
         rows = [
             (
                 layer.name, layer.ffn, _both(layer.parameters), _both(layer.flops), _short(layer.flops_per_forward),
@@ -55,9 +60,8 @@ class Report:
         lines = [
             "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in (titles, *rows)
         ]
-        lines.append(
-            f"{self.method}, start={self.start!r}: {len(rows)} FFNs, model parameters {_both(self.parameters)}"
-        )
+        ffns = counted(len(rows), "FFN")
+        lines.append(f"{self.method}, start={self.start!r}: {ffns}, model parameters {_both(self.parameters)}")
         if self.output_change is not None:
             lines.append(f"largest change of the model's output: {self.output_change:.3g}")
         lines += [f"left alone: {name}: {reason}" for name, reason in self.left.items()]

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from intbmoe.layer import MoELayer
 from intbmoe.parts.experts import FFNExperts, StackedExperts, StackedLinear, SwiGLUExperts
 from intbmoe.precision import cast
-from intbmoe.registry import find_method
+from intbmoe.registry import find_method, list_methods
 from intbmoe.replace.find import FFN, matrix
 from intbmoe.routing import record_routing
 
@@ -51,6 +51,7 @@ def start_layer(
         found = find_method(method)
         layer = make_layer(found.layer, ffn, found.config(ffn.dim, chosen.pop("hidden"), **chosen))
         if start == "shared":
+            _require_shared(method, layer)
             layer.start_as(ffn.module)
         return Started(layer, start == "shared", 1.0)
     if chosen["hidden"] != ffn.hidden:
@@ -60,8 +61,44 @@ def start_layer(
         )
     expert, parts = _as_expert(ffn, tokens)
     layer = make_layer(find_method(method).layer, ffn, _copy_config(method, ffn, expert, chosen))
+    if not _takes_copies(layer):
+        raise _not_copies(method)
     _fill(layer.experts, parts, redraw)
     return Started(layer, False, _scale(layer, tokens))
+
+
+def _with_shared() -> str:
+    """The methods that have a shared expert."""
+    return ", ".join(name for name in list_methods() if _has_shared(name))
+
+
+def _has_shared(method: str) -> bool:
+    return find_method(method).layer.start_as is not MoELayer.start_as
+
+
+def _require_shared(method: str, layer: MoELayer) -> None:
+    if not _has_shared(method):
+        fresh = "start='fresh', which drops the FFN"
+        own = f"start='copy', which copies it into all experts, {fresh}" if _takes_copies(layer) else fresh
+        raise ValueError(
+            f"{method} has no shared expert that the FFN could become: use {own}, or a method with a shared expert "
+            f"({_with_shared()})"
+        )
+
+
+def _takes_copies(layer: MoELayer) -> bool:
+    """Whether every expert is an FFN with its own maps."""
+    experts = getattr(layer, "experts", None)
+    stacks = isinstance(experts, FFNExperts | SwiGLUExperts)
+    return stacks and all(isinstance(part, StackedLinear) for part in experts.children())
+
+
+def _not_copies(method: str) -> ValueError:
+    keep = "start='shared', which keeps the FFN"
+    keep = keep if _has_shared(method) else f"{keep}, with a method that has a shared expert ({_with_shared()})"
+    return ValueError(
+        f"{method} cannot start as a copy of an FFN: its experts are not independent FFNs; use start='fresh', or {keep}"
+    )
 
 
 def make_layer(kind: type[MoELayer], ffn: FFN, config: Any) -> MoELayer:
@@ -81,10 +118,7 @@ def _copy_config(method: str, ffn: FFN, expert: str, options: dict[str, Any]) ->
     found = find_method(method)
     plain = found.config(ffn.dim, options.pop("hidden"), **options)
     if not hasattr(plain, "expert"):
-        raise ValueError(
-            f"{method} has no experts that an FFN can be copied into: use start='shared', which keeps the FFN, with a "
-            f"method that has a shared expert (intbmoe, deepseek)"
-        )
+        raise _not_copies(method)
     if options.get("expert", expert) != expert:
         raise ValueError(f"expert={options['expert']!r} is not allowed: {ffn.name} is a {expert} network")
     changes = {"expert": expert}
@@ -106,7 +140,8 @@ def _as_expert(ffn: FFN, tokens: Tensor) -> tuple[str, dict[str, tuple[Tensor, T
                 return expert, parts
     raise ValueError(
         f"{ffn.name} ({type(ffn.module).__name__}) cannot be copied: experts can only be GELU networks (exact, not "
-        f"tanh) or SwiGLU without biases; start='shared' works with any FFN"
+        f"tanh) or SwiGLU without biases; any FFN can be kept with start='shared' ({_with_shared()}) or dropped with "
+        f"start='fresh'"
     )
 
 
@@ -140,7 +175,6 @@ def _network(expert: str, maps: Mapping[str, Any]) -> Any:
 
 @torch.no_grad()
 def _fill(experts: StackedExperts, parts: Mapping[str, tuple[Tensor, Tensor | None]], redraw: float) -> None:
-    assert isinstance(experts, FFNExperts | SwiGLUExperts)
     for name, (weight, bias) in parts.items():
         stack: StackedLinear = getattr(experts, name)
         stack.weight.copy_(weight.expand_as(stack.weight))

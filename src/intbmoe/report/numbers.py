@@ -20,10 +20,6 @@ def format_difference(metric: str, difference: float, points: str, sign: str = "
     return f"{difference:{sign}.4f}".replace("-", "−")
 
 
-def counted(number: int, word: str) -> str:
-    return f"{number:,} {word}{'' if number == 1 else 's'}"
-
-
 def axis_scale(metric: str) -> tuple[float, str]:
     """The factor for a metric on an axis, and what to add to the axis's title."""
     return (100, " (%)") if metric.startswith("accuracy") else (1, "")

@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Protocol
 import torch
 from torch import Tensor, nn
 
-from intbmoe.checks import did_you_mean, require
+from intbmoe.checks import UnknownNameError, did_you_mean, require
 from intbmoe.tasks.looking import Shown, View
 from intbmoe.tasks.preparation import Preparation
 from intbmoe.tasks.recipe import Recipe
@@ -89,7 +89,7 @@ class Task:
 
     def split(self, name: str) -> Examples:
         if name not in SPLITS:
-            raise KeyError(f"no split is called {name!r}: {did_you_mean(name, SPLITS)}")
+            raise UnknownNameError(f"no split is called {name!r}: {did_you_mean(name, SPLITS)}")
         return self.read_split(name)
 
     def held_out(self) -> Examples:

@@ -60,9 +60,11 @@ def train(
     the names used on the command line: {"moe.name": "switch", "train.epochs": 3}. ``data`` is a data set that lives in
     Python (``docs/your-data.md``): it is first written to root/<recipe>/data-…, where every later command finds it.
 
-    Ctrl-C and SIGTERM raise ``TrainingInterrupted`` (exit code 130 or 143) after saving; any other failure is a
-    ``TrainingError`` that says what to do. Calling again resumes from the last checkpoint. It is an error if another
-    process is training in the same run, unless ``wait`` is given: then ``wait`` gets a message, and this call waits.
+    A wrong name or setting is a ``ValueError``, wrong data a ``DataError`` (also a ``ValueError``), and a training that
+    cannot start or continue a ``TrainingError``; the messages say what to do. Ctrl-C and SIGTERM raise
+    ``TrainingInterrupted`` (exit code 130 or 143) after saving. Calling again resumes from the last checkpoint. It is
+    an error if another process is training in the same run, unless ``wait`` is given: then ``wait`` gets a message, and
+    this call waits.
     """
     recipe = override(recipe if isinstance(recipe, Recipe) else load_recipe(recipe), settings or {})
     if data is not None:

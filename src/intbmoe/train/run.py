@@ -80,6 +80,11 @@ class RunDirectory:
                 str(path.parent) for depth in (1, 2, 3) for path in sorted(run.path.glob("*/" * depth + "config.yaml"))
             ]
             found = f"; below it: {some(below, 4)}" if below else ""
+            if (run.path / "artifact.json").is_file():
+                found = (
+                    f"; it is an artifact: serve it (intbmoe serve {run.path}), or open it with "
+                    f"intbmoe.export.load_artifact"
+                )
             raise TrainingError(f"{run.path} is not a run directory: it has no config.yaml{found}")
         return run
 
@@ -168,10 +173,10 @@ class RunDirectory:
             if set(differing) - set(FREE_TO_CHANGE):
                 lines = [
                     f"{self.path} holds a run of another configuration:\n{list_differences(differing)}",
-                    "Repeat its settings to resume it, give the new run its own name (moe.label) or another root, "
-                    "or remove the folder.",
+                    "To resume it, repeat its settings. For a new run, add --moe.label LABEL, --name NAME or --root "
+                    "FOLDER, or remove the folder.",
                 ]
-                if "data.path" in differing:
+                if None not in differing.get("data.path", (None,)):
                     lines.append(f"If the same data has moved, set data.path in {self.config_path}.")
                 if "data.fingerprint" in differing:
                     lines.append("The data itself has changed since that run began (data.fingerprint).")

@@ -8,7 +8,7 @@ export is compared with the trained model on them, but nothing is evaluated on t
 from os import PathLike, fspath
 from pathlib import Path
 
-from intbmoe.checks import did_you_mean
+from intbmoe.checks import UnknownNameError, did_you_mean
 
 PREFIX = "zoo:"
 FOLDER = Path(__file__).parent
@@ -27,5 +27,5 @@ def find_in_zoo(path: str | PathLike[str]) -> Path:
     """The folder of ``zoo:NAME``."""
     name = fspath(path).removeprefix(PREFIX)
     if name not in list_zoo():
-        raise KeyError(f"{PREFIX}{name}: the zoo has no such model: {did_you_mean(name, list_zoo())}")
+        raise UnknownNameError(f"{PREFIX}{name}: the zoo has no such model: {did_you_mean(name, list_zoo())}")
     return FOLDER / name

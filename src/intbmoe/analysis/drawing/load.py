@@ -6,9 +6,9 @@ import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
+from intbmoe.checks import counted
 from intbmoe.report import canvas
 from intbmoe.report.canvas import Data, Picture, layer_title, make_panels, tidy
-from intbmoe.report.numbers import counted
 from intbmoe.report.style import BLUE, NOTHING, ORANGE, PHONE_INCHES, PHONE_POINTS
 from intbmoe.tasks.serving.requests import spread_evenly
 
