@@ -85,6 +85,8 @@ def test_help_exits_with_zero_and_fits_into_80_columns(command, capsys, monkeypa
     shown = capsys.readouterr().out
     assert f"usage: intbmoe {command} " in shown
     assert all(len(line) <= 80 for line in shown.splitlines() if not line.startswith("usage:"))
+    options = " ".join(shown.replace("│", " ").split()).split(" --")
+    assert not [option for option in options if "Default: " in option and "(default: " in option]
 
 
 def test_the_help_of_a_command_for_recipes_names_them_and_is_short(capsys):

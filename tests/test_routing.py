@@ -131,7 +131,7 @@ def test_statistics_cover_all_steps_since_the_last_call():
 def test_a_dead_block_is_warned_about_once():
     layer = Echo(4, 4)  # sends everything to the first of two
     step(layer, torch.randn(1, 5, 4))
-    with pytest.warns(UserWarning, match=r"layer '': none of 5 tokens went to experts or blocks 1 \(of 0 to 1\)"):
+    with pytest.warns(UserWarning, match=r"layer '': no token of 5 went to expert or block 1 \(numbered 0 to 1\)"):
         intbmoe.load_statistics(layer)
     step(layer, torch.randn(1, 5, 4))
     with warnings.catch_warnings():

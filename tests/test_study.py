@@ -190,6 +190,17 @@ def test_tables_hold_runs_of_one_setting_only(plan):
     assert "w/o gate" not in parameters
 
 
+def test_commands_tell_which_seeds_had_compiled_steps(plan):
+    runs = [summary_of(replace(plan[0], seed=seed), 0.5) for seed in (0, 1, 2)]
+    for run in runs[1:]:
+        run["recipe"] = {**run["recipe"], "train": {**run["recipe"]["train"], "compile": True, "capture": True}}
+    first, later = study_tables._commands(runs)
+    assert "--train.seed 0" in first
+    assert "compile" not in first
+    assert "--train.seed {1,2}" in later
+    assert later.endswith("--train.compile True --train.capture True")
+
+
 def test_of_several_settings_the_best_on_validation_are_shown(plan):
     first = {entry.label: entry for entry in plan if entry.seed == 0}
     runs = [summary_of(first[label], 0.5, test={"accuracy": 0.9, "accuracy5": 0.9}) for label in ("dense", "intbmoe")]

@@ -164,7 +164,7 @@ def study_text(study: str, summaries: Sequence[Mapping[str, Any]], timing: Mappi
     parts += _besides(rows, "floors", "Predictors without learning")
     parts += _besides(rows, "ceilings", "Best possible")
     parts.append(_spread(rows))
-    commands = "\n".join(_command(found) for found in rows.values())
+    commands = "\n".join(command for found in rows.values() for command in _commands(found))
     parts.append(f"<details><summary>Commands</summary>\n\n```\n{commands}\n```\n\n</details>")
     return "\n\n".join(parts)
 
@@ -297,6 +297,19 @@ def _besides(rows: Rows, kind: str, what: str) -> list[str]:
     metric = next(iter(rows.values()))[0]["metric"]
     told = ", ".join(f"{name} {format_metric(metric, values[metric])}" for name, values in found.items())
     return [f"{what}, {metric} on the test split: {told}."]
+
+
+def _commands(found: Iterable[Mapping[str, Any]]) -> list[str]:
+    """Returns a row's commands: one, or more if steps were compiled or captured for some of its seeds only.
+
+    These settings are not in the stored commands because a plan leaves them open; the stored recipes have them.
+    """
+    groups: dict[str, list[Mapping[str, Any]]] = {}
+    for run in found:
+        names = [name for name in ("compile", "capture") if run["recipe"]["train"][name]]
+        added = "".join(f" --train.{name} True" for name in names if f"--train.{name} " not in run["command"])
+        groups.setdefault(added, []).append(run)
+    return [_command(runs) + added for added, runs in groups.items()]
 
 
 def _command(found: Sequence[Mapping[str, Any]]) -> str:

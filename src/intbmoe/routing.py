@@ -104,9 +104,9 @@ def load_statistics(model: nn.Module, *, reset: bool = True) -> dict[str, LoadSt
         loads[name] = load
         if dead := statistics.newly_dead(load):
             idle, last = ", ".join(map(str, dead)), len(load.counts) - 1
+            where = f"experts or blocks {idle}" if len(dead) > 1 else f"expert or block {idle}"
             warnings.warn(
-                f"layer {name!r}: none of {load.tokens:,} tokens went to experts or blocks {idle} (of 0 to {last})",
-                stacklevel=2,
+                f"layer {name!r}: no token of {load.tokens:,} went to {where} (numbered 0 to {last})", stacklevel=2
             )
         if reset:
             statistics.window = {}

@@ -1,4 +1,7 @@
+import re
+import tomllib
 import warnings
+from pathlib import Path
 
 import pytest
 
@@ -10,7 +13,7 @@ def test_every_backend_of_this_machine_is_right(capsys):
     main(["doctor"])
     printed = capsys.readouterr().out
     assert "IntBMoE, cpu, float64" in printed
-    assert "right" in printed
+    assert ": correct, " in printed
     assert "WRONG" not in printed
 
 
@@ -18,7 +21,7 @@ def test_a_wrong_backend_is_told_and_ends_with_an_error(monkeypatch, capsys):
     monkeypatch.setattr(doctor, "_distance", lambda *_: 0.5)
     with pytest.raises(SystemExit, match="does not work"):
         main(["doctor"])
-    assert "WRONG, 5.0e-01 from float64" in capsys.readouterr().out
+    assert "WRONG, 5.0e-01 relative error against float64" in capsys.readouterr().out
 
 
 def test_a_backend_that_fails_is_told_with_its_error(monkeypatch):
@@ -39,8 +42,19 @@ def test_a_warning_is_a_line_beside_the_verdict(monkeypatch, recwarn):
     monkeypatch.setattr(doctor, "_distance", warn)
     checked = [finding.value for finding in doctor.examine() if finding.good]
     assert len(checked) >= 3
-    assert all(value.endswith("right, 0.0e+00 from float64; warning: slow on this CPU") for value in checked)
+    told = "correct, 0.0e+00 relative error against float64; warning: slow on this CPU"
+    assert all(value.endswith(told) for value in checked)
     assert not recwarn
+
+
+def test_all_packages_of_all_extras_for_users_are_checked():
+    imported = {"pyyaml": "yaml", "scikit-learn": "sklearn", "pillow": "PIL", "prometheus-client": "prometheus_client"}
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    found = {}
+    for extra, requirements in project["optional-dependencies"].items():
+        names = [re.match(r"[\w-]+", requirement)[0] for requirement in requirements]
+        found[extra] = tuple(imported.get(name, name) for name in names if name != "intbmoe")
+    assert {**doctor.EXTRAS, "site": found["site"], "dev": found["dev"]} == found
 
 
 def test_extras_that_are_missing_or_broken_are_named(monkeypatch):

@@ -55,7 +55,7 @@ def test_a_tie_is_a_tie_however_far_apart_the_means():
     assert found.verdict == "tie"
     assert found.headline == "A tie on digits: B and A"
     assert found.leaders == ("B", "A")
-    assert won == "Nothing alone. The best mean is that of B, 80.00 ± 12.71 %; tied with it: A."
+    assert won == "No single method. B, 80.00 ± 12.71 %, has the best mean, and A cannot be told from it."
     assert how_much == "10.00 percentage points over A, the next; 60.00 percentage points over C, the last."
     assert how_sure == "The 95 % interval of A overlaps its own; clearly behind: C."
 

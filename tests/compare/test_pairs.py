@@ -8,6 +8,7 @@ from scipy.stats import false_discovery_control, t, ttest_ind, ttest_rel
 
 from intbmoe.compare import pairs
 from intbmoe.compare.pairs import Spread, compare_in_pairs, find_unsteady, holm, judge, mcnemar, spreads
+from intbmoe.compare.table import difference_notes
 
 EXAMPLES = 400
 
@@ -191,3 +192,11 @@ def test_other_examples_are_refused(random):
     other = {name: values[:-1] for name, values in outcomes(random).items()}
     with pytest.raises(ValueError, match="so they cannot be compared"):
         compare_in_pairs({"dense": {0: outcomes(random)}, "other": {0: other}}, "dense", accuracy)
+
+
+@pytest.mark.parametrize(("over_seeds", "covered"), [(True, "seeds"), (False, "training runs is unknown")])
+def test_a_note_says_what_an_interval_covers(over_seeds, covered):
+    found = {"baseline": "dense", "examples": EXAMPLES, "over_seeds": over_seeds}
+    (note,) = difference_notes([{"label": "dense", "title": "Dense"}, {"label": "other", "difference": found}])
+    assert "(this covers the choice of test examples" in note
+    assert f"{covered}). *: " in note

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -167,3 +168,11 @@ def test_the_command(tmp_path, capsys):
     assert (about["dtype"], about["precomposed"]) == ("bfloat16", False)
     with pytest.raises(SystemExit, match=r"intbmoe: .*not a run directory"):
         cli.main(["export", str(tmp_path), "--to", str(to)])
+
+
+def test_blocks_that_no_example_reaches_are_told(tmp_path):
+    unreached = {"blocks.0.ffn": [4], "blocks.1.ffn": [2, 3]}
+    parity = {"examples": 8, "outputs": {"error": 0.0, "tolerance": 1e-5}, "unreached_blocks": unreached}
+    told = exporting.describe(SimpleNamespace(path=tmp_path, version="1", about={"files": [], "parity": parity}))
+    assert "\nblocks.0.ffn: no example reaches block 4; it was compared on inputs of the other blocks\n" in told
+    assert "\nblocks.1.ffn: no example reaches blocks 2, 3; they were compared on inputs" in told

@@ -70,7 +70,14 @@ def test_one_bad_value_in_a_good_request_is_refused_by_name(kind, data):
 
 @kinds
 def test_a_field_that_is_not_there_is_said_to_be_missing(kind):
-    assert str(refusal(kind, {})) == f"{REQUIRED[kind]} is missing: {REQUIRED[kind]} must be given"
+    assert str(refusal(kind, {})) == f"the field {REQUIRED[kind]} is missing"
+
+
+@kinds
+def test_a_misspelt_field_is_named_with_the_one_that_is_meant(kind):
+    required = REQUIRED[kind]
+    misspelt = required[:-1] + required[-1] * 2
+    assert str(refusal(kind, {misspelt: []})) == f"there is no field {misspelt!r}: did you mean {required!r}?"
 
 
 @kinds

@@ -160,7 +160,8 @@ def iterator():
     [
         ("images", [(1, 2, 3)], r"data\['train'\]\[0\] is tuple: expected \(image, label\), or a dict"),
         ("images", [{"picture": 1}], r"data\['train'\]\[0\] has no 'image', only picture"),
-        ("images", [(torch.randn(3, 8, 8), 0)], r"\[0\]: pixels go from .*: expected 0 to 1, not normalised"),
+        ("images", [(torch.randn(3, 8, 8), 0)], r"\[0\]: pixels go from .*: floating-point pixels must be from 0"),
+        ("images", [(np.zeros((8, 8)), "dog")] * 2, r"data\['train'\] has one label, 'dog': expected two or more"),
         ("images", [(torch.zeros(8, 8, 3), 0)], r"\[0\]: the image is Tensor of shape \(8, 8, 3\): expected a PIL"),
         ("images", [(np.full((8, 8), 300), 0)], r"\[0\]: pixels go from 300 to 300: expected 0 to 255"),
         ("images", [(np.zeros((8, 8)), 0.5)], r"\[0\] has the label 0\.5: expected a whole number"),
@@ -174,6 +175,7 @@ def iterator():
         ("text", [{"body": "a"}], r"\[0\] has no 'text', only body.*settings=\{\"data\.column\": NAME\}"),
         ("sequences", [("a", "b")], r"data\[0\] is \('a', 'b'\): expected \(user, item, time\)"),
         ("sequences", [{"user": 1}, {"item": 2}], r"data\[1\] has item, but data\[0\] has user"),
+        ("sequences", {"user": [1, 2], "item": [3, 4], "time": [5]}, r"different lengths: user 2, item 2, time 1"),
         ("sequences", {"who": [1], "item": [2], "time": [3]}, r"no column with a usual name for the user"),
     ],
 )  # fmt: skip

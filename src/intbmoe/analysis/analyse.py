@@ -72,7 +72,10 @@ def analyse(
     if options.draw:
         require_matplotlib()
     if in_zoo(run):
-        raise TrainingError(f"{run} has no place for an analysis: train it (its card has the command) and analyse that")
+        raise TrainingError(
+            f"{run} is part of the installed package, so nothing can be written into it: train it (its card has the "
+            f"command) and analyse that"
+        )
     run = RunDirectory.existing(run)
     recipe, task, model = _open(run)
     ranks = Ranks(recipe.train.precision)

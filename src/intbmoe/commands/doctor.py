@@ -21,13 +21,16 @@ from intbmoe.ops.backend import TRITON, Backend, choose_backend
 
 EXTRAS = {
     "plots": ("matplotlib", "jinja2"),
-    "train": ("accelerate", "safetensors", "yaml", "sklearn"),
-    "images": ("timm", "pyarrow"),
+    "train": ("accelerate", "safetensors", "tensorboard", "yaml", "numpy", "sklearn", "PIL", "psutil", "scipy"),
+    "images": ("timm", "torchvision", "pyarrow"),
     "text": ("tokenizers", "pyarrow"),
     "travel": ("duckdb",),
     "onnx": ("onnx", "onnxscript", "onnxruntime"),
-    "serve": ("starlette", "uvicorn", "httptools", "msgpack", "prometheus_client"),
+    "serve": ("starlette", "uvicorn", "httptools", "uvloop", "msgpack", "prometheus_client"),
+    "huggingface": ("transformers",),
+    "ray": ("ray",),
 }
+"""The modules of each extra in pyproject.toml except those for developers."""
 BOUNDS = {torch.float64: 1e-12, torch.float32: 1e-4, torch.bfloat16: 5e-2}
 """How far outputs and gradients may be from float64, relative to the norm: a few units in the last place, and the sums
 of a few hundred of them."""
@@ -77,7 +80,7 @@ def _extra(extra: str, modules: tuple[str, ...]) -> Finding:
 def _import(module: str) -> str | None:
     """Return None if the module can be imported, otherwise why not, in a few words."""
     try:
-        if module == "timm":
+        if module in ("timm", "torchvision", "transformers"):
             import_torchvision(required=False)
         import_module(module)
     except Exception as error:  # whatever another package raises
@@ -125,10 +128,12 @@ def _check(case: _Case) -> Finding:
     except Exception as failure:  # a broken driver, a missing compiler: this is what doctor is there to find
         return Finding(name, f"backend {chosen}{kernels}: {type(failure).__name__}: {failure}", False)
     good = error <= BOUNDS[case.dtype]
-    verdict = "right" if good else "WRONG"
+    verdict = "correct" if good else "WRONG"
     # Only the first line: below it torch may have listed the calls of its own code.
     warned = "".join(f"; warning: {line}" for line in dict.fromkeys(str(w.message).partition("\n")[0] for w in said))
-    return Finding(name, f"backend {chosen}{kernels}: {verdict}, {error:.1e} from float64{warned}", good)
+    return Finding(
+        name, f"backend {chosen}{kernels}: {verdict}, {error:.1e} relative error against float64{warned}", good
+    )
 
 
 def _distance(case: _Case) -> float:

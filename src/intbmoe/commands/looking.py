@@ -10,7 +10,7 @@ import tyro
 from rich.console import Console
 
 from intbmoe.commands.device import use_device
-from intbmoe.commands.terminal import cleaned_up_on_sigterm, explained, fitted, say, show
+from intbmoe.commands.terminal import DEFAULT_IS_TOLD, cleaned_up_on_sigterm, explained, fitted, say, show
 from intbmoe.registry import find_method, list_methods
 
 
@@ -18,11 +18,11 @@ def analyse(
     run: tyro.conf.Positional[Annotated[Path, tyro.conf.arg(metavar="RUN")]],
     split: Literal["valid", "test"] = "valid",
     examples: int = 1000,
-    classes: tuple[str, ...] = (),
-    layers: tuple[str, ...] = (),
+    classes: Annotated[tuple[str, ...], DEFAULT_IS_TOLD] = (),
+    layers: Annotated[tuple[str, ...], DEFAULT_IS_TOLD] = (),
     numbers_only: bool = False,
     redraw: bool = False,
-    device: str | None = None,
+    device: Annotated[str | None, DEFAULT_IS_TOLD] = None,
 ) -> None:
     """Look inside a finished run's model (what its experts do, where its tokens go) and write RUN/analysis/report.html.
 
@@ -123,7 +123,7 @@ def cost(
     attention: bool = False,
     everything: bool = False,
     sweep: Literal["experts"] | None = None,
-    output: Path | None = None,
+    output: Annotated[Path | None, DEFAULT_IS_TOLD] = None,
 ) -> None:
     """Measure parameters, activated parameters and FLOPs of every method, beside the paper's figures.
 

@@ -10,7 +10,7 @@ import tyro
 from rich.console import Console
 
 from intbmoe.checks import require
-from intbmoe.commands.terminal import cleaned_up_on_sigterm, explained, say
+from intbmoe.commands.terminal import DEFAULT_IS_TOLD, cleaned_up_on_sigterm, explained, say
 from intbmoe.serve.settings import Settings
 from intbmoe.version import program_version
 from intbmoe.zoo import find_in_zoo, in_zoo
@@ -21,9 +21,9 @@ def export(
     to: Path,
     format: tyro.conf.UseAppendAction[tuple[Literal["onnx", "aoti", "huggingface"], ...]] = (),
     dtype: Literal["float32", "bfloat16", "int8", "fp8"] = "float32",
-    compute: Literal["float32", "bfloat16"] | None = None,
+    compute: Annotated[Literal["float32", "bfloat16"] | None, DEFAULT_IS_TOLD] = None,
     no_precompose: bool = False,
-    data: Path | None = None,
+    data: Annotated[Path | None, DEFAULT_IS_TOLD] = None,
 ) -> None:
     """Export a finished run as an artifact for serving: it is checked against the trained model, or not written.
 
@@ -60,7 +60,7 @@ def export(
 def generate(
     artifact: tyro.conf.Positional[Annotated[Path, tyro.conf.arg(metavar="ARTIFACT")]],
     prompt: str,
-    max_tokens: int | None = None,
+    max_tokens: Annotated[int | None, DEFAULT_IS_TOLD] = None,
     temperature: float = 0.0,
     seed: int = 0,
     device: str = "cpu",

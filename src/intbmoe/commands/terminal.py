@@ -17,6 +17,8 @@ from rich.markup import escape
 from rich.table import Table
 
 HELP = ("-h", "--help")
+DEFAULT_IS_TOLD = tyro.conf.arg(help_behavior_hint="")
+"""In the annotation of an option whose text says the default: the help does not add the value in Python."""
 
 
 def show(headings: Sequence[str], rows: Sequence[Sequence[str]], alarming: Sequence[bool] = ()) -> None:

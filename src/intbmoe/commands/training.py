@@ -14,7 +14,7 @@ import tyro
 
 from intbmoe.checks import did_you_mean
 from intbmoe.commands.device import use_device
-from intbmoe.commands.terminal import about, explained, say
+from intbmoe.commands.terminal import DEFAULT_IS_TOLD, about, explained, say
 from intbmoe.registry import plugin_options
 from intbmoe.settings import Checked, Positive, PositiveInt
 
@@ -60,9 +60,9 @@ def train(args: Unparsed) -> None:
 def evaluate(
     run: tyro.conf.Positional[Annotated[Path, tyro.conf.arg(metavar="RUN")]],
     split: Literal["test", "valid"] = "test",
-    data: Path | None = None,
+    data: Annotated[Path | None, DEFAULT_IS_TOLD] = None,
     as_json: Annotated[bool, tyro.conf.arg(name="json")] = False,
-    device: str | None = None,
+    device: Annotated[str | None, DEFAULT_IS_TOLD] = None,
 ) -> None:
     """Evaluate a finished run's model.
 

@@ -76,7 +76,7 @@ def _won(verdict: Verdict, metric: str, best: Data, overlapping: Sequence[Data])
         return f"{found}."
     if verdict == "tie":
         tied = name_list(_titles(overlapping), 2 * MOST_NAMED)
-        return f"Nothing alone. The best mean is that of {found}; tied with it: {tied}."
+        return f"No single method. {found}, has the best mean, and {tied} cannot be told from it."
     if verdict == "no claim":
         return f"Not decided. Ahead is {found}."
     return f"Nothing to win: {found}, is the only one."

@@ -134,13 +134,13 @@ def difference_notes(rows: Sequence[Row]) -> list[str]:
     if not found:
         return []
     one, pairs = found[0], len(found)
-    chance = "among examples and, judged as for the means, among seeds"
+    covered = "the choice of test examples and, judged as for the means, that of seeds"
     if not one["over_seeds"]:
-        chance = "among examples only: with one seed, that among training runs is unknown"
+        covered = "the choice of test examples only; with one seed, the variation between training runs is unknown"
     corrected = f" after Holm's correction for {pairs} comparisons" if pairs > 1 else ""
     return [
         f"vs {_baseline(rows)}: {DIFFERENCE}, on the same {one['examples']:,} test examples, ± its 95 % interval "
-        f"(chance {chance}). *: a two-sided p-value below {100 * SURE:.0f} %{corrected}."
+        f"(this covers {covered}). *: a two-sided p-value below {100 * SURE:.0f} %{corrected}."
     ]
 
 

@@ -107,7 +107,8 @@ def describe(written: Artifact) -> str:
         lines += lines_of(written.about["quantization"])
     for layer, blocks in parity["unreached_blocks"].items():
         named = ", ".join(map(str, blocks))
-        lines.append(f"{layer}: no example is sent to {named}, so they were compared on the other blocks' inputs")
+        which, compared = ("blocks", "they were") if len(blocks) > 1 else ("block", "it was")
+        lines.append(f"{layer}: no example reaches {which} {named}; {compared} compared on inputs of the other blocks")
     serve = shlex.join(["intbmoe", "serve", str(written.path), *plugin_options()])
     return "\n".join([*lines, f"serve it: {serve}"])
 

@@ -57,7 +57,7 @@ class SmearConfig(ExpertsConfig):
     def noncausal_reason(self) -> str | None:
         if self.level == "token":
             return None
-        return "example-level SMEAR merges by the mean of the whole sequence, later tokens too (level='token' does not)"
+        return "example-level SMEAR merges by the mean of the whole sequence, later tokens too (smear_token does not)"
 
 
 @register(

@@ -11,6 +11,7 @@ from intbmoe.checks import require
 from intbmoe.machine import usable_cores
 from intbmoe.settings import Checked, MustBe, Positive, PositiveInt
 
+TOLD = tyro.conf.arg(help_behavior_hint="")  # for a setting whose text says the default
 LOADER = "intbmoe.serve.loading"
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 STREAM_DEADLINE_MS = 60_000.0  # default deadline of generated text, which clients read while it is written
@@ -28,17 +29,17 @@ class Settings(Checked):
     """0 picks a free port."""
     budget_ms: Positive = 60.0
     """Target latency: a batch is limited to what can be computed in half of it."""
-    deadline_ms: Positive | None = None
+    deadline_ms: Annotated[Positive | None, TOLD] = None
     """When a request is abandoned and answered with 504. Default: ten budgets; for generated text, a minute."""
     workers: PositiveInt = 1
     """Engine processes, each with the model."""
     fronts: PositiveInt = 1
     """HTTP processes."""
-    spare: bool = True
-    """By default one more HTTP process waits in reserve, to replace one that dies; --no-spare for none."""
+    spare: Annotated[bool, tyro.conf.arg(help_behavior_hint="(default: a spare is kept)")] = True
+    """--no-spare: no HTTP process waits in reserve to replace one that dies."""
     decoders: PositiveInt = 2
     """Processes per front that decode images; there is one more for large ones."""
-    threads: PositiveInt | None = None
+    threads: Annotated[PositiveInt | None, TOLD] = None
     """CPU threads of each engine's model. Default: the cores not used by fronts, divided among the engines."""
     device: str = "cpu"
     """Where the model runs, such as cuda."""
@@ -48,13 +49,13 @@ class Settings(Checked):
     """Maximum number of tokens in a batch, including padding, whatever the budget allows."""
     streams: PositiveInt = 32
     """Texts that an engine writes at a time; each has its own place in the cache."""
-    body_bytes: PositiveInt | None = None
+    body_bytes: Annotated[PositiveInt | None, TOLD] = None
     """Largest request. Default: what the artifact's predictor says."""
     body_memory_mb: Positive = 256.0
     """Maximum memory for the bodies of all requests in one front; more are refused with 429."""
     connections: PositiveInt = 4096
     """Maximum number of connections of one front; more are answered with 503."""
-    address_connections: PositiveInt | None = None
+    address_connections: Annotated[PositiveInt | None, TOLD] = None
     """Of these, the maximum from one address. Default: half; behind a proxy, as many as --connections."""
     patience_s: Positive = 10.0
     """A client that takes longer to send its request is cut off."""
@@ -62,7 +63,7 @@ class Settings(Checked):
     """How long requests in flight may take at shutdown."""
     hang_s: Positive = 60.0
     """A process that is silent for this long is killed and replaced."""
-    api_key_file: str | None = None
+    api_key_file: Annotated[str | None, TOLD] = None
     """A file with one key per line; lines that start with # are comments. Without it no key is needed."""
     loader: tyro.conf.Suppress[str] = LOADER
     """The module that opens artifacts; tests use one of their own."""

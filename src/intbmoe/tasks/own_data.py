@@ -63,6 +63,11 @@ def require_path(path: str | None, source: str, what: str, page: str = PAGE) -> 
     return found
 
 
+def wrong_file(path: Path, what: str) -> DataError:
+    ending = f"ends in {path.suffix!r}" if path.suffix else "has no suffix"
+    return DataError(f"{path} {ending}: data.path must be {what}")
+
+
 def suggestion(word: str, known: Iterable[str]) -> str:
     """Return what was probably meant, to end a message that lists all choices; empty if nothing is close."""
     found = did_you_mean(word, known)

@@ -224,6 +224,7 @@ TEXT = json.dumps({"text": DOCUMENTS[0]})
     [
         ("a.txt", lambda file: None, {}, r"a\.txt does not exist: data\.path must be a \.txt, \.jsonl or"),
         ("a.pdf", lambda file: file.write_text("x"), {}, r"a\.pdf ends in '\.pdf': data\.path must be a \.txt"),
+        ("a", lambda file: file.write_text("x"), {}, r"a has no suffix: data\.path must be a \.txt"),
         ("a", lambda file: file.mkdir(), {}, r"a has no text, nothing: expected files ending in \.txt, \.jsonl"),
         ("a", lambda file: (file.mkdir(), (file / "b.doc").touch()), {}, r"a has no text, only b\.doc"),
         ("a.txt", lambda file: file.write_text(" \n"), {}, r"a\.txt holds no text: all documents are empty"),

@@ -166,7 +166,7 @@ ALONE = [(f"user{number}", item, time) for number, (_, item, time) in enumerate(
             changed(5, 2, "noon"),
             None,
             {},
-            r"csv, line 7: the time 'noon' \(column 'time'\) is not a number, like",
+            r"csv, line 7: the time 'noon' \(column 'time'\) is not a number, as the other times are",
         ),
         (
             [*DAYS, ("a", "x", "31.12.24")],
@@ -201,6 +201,9 @@ def test_paths_and_settings_that_do_not_fit(tmp_path):
     np.savez(tmp_path / "a.npz", user=[1])
     with pytest.raises(DataError, match=r"a\.npz ends in '\.npz': data\.path must be a \.csv"):
         task_of(tmp_path / "a.npz").resolve()
+    (tmp_path / "a").touch()
+    with pytest.raises(DataError, match=r"a has no suffix: data\.path must be a \.csv"):
+        task_of(tmp_path / "a").resolve()
     with pytest.raises(DataError, match="is a folder with no table"):
         task_of(tmp_path).resolve()
     (tmp_path / "a.parquet").write_bytes(b"PAR1 no")

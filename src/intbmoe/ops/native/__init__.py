@@ -24,7 +24,7 @@ def _load() -> tuple[ctypes.CDLL | None, str]:
         return None, "switched off by INTBMOE_NATIVE=0"
     path = Path(__file__).with_name(NAME)
     if not path.is_file():
-        return None, "not built: install intbmoe (pip install -e .) where there is gcc"
+        return None, "not built: install gcc, then repeat pip install in the clone"
     try:
         library = ctypes.CDLL(str(path))  # uses torch's OpenMP, which is loaded already: a second one would slow both
         library.intbmoe_source.restype = ctypes.c_uint32
@@ -33,7 +33,7 @@ def _load() -> tuple[ctypes.CDLL | None, str]:
         return None, f"cannot be loaded: {error}"
     # The checksum of the sources beside this file; setup.py compiles the same checksum into the library.
     if built_from != zlib.crc32(b"".join(Path(__file__).with_name(name).read_bytes() for name in SOURCES)):
-        return None, f"{path} was built from other sources: install intbmoe again (pip install -e .)"
+        return None, f"{path} was built from other sources: repeat pip install in the clone"
     library.intbmoe_select.restype = ctypes.c_char_p
     library.intbmoe_scratch_bytes.restype = ctypes.c_int64
     library.intbmoe_run_blocks.restype = None

@@ -21,7 +21,7 @@ from intbmoe.tasks.datasets import by_split, entries, field
 from intbmoe.tasks.errors import DataError
 from intbmoe.tasks.language import minipile
 from intbmoe.tasks.language.packing import Malformed
-from intbmoe.tasks.own_data import choose_held_out, require_path, split_of, suggestion
+from intbmoe.tasks.own_data import choose_held_out, require_path, split_of, suggestion, wrong_file
 from intbmoe.tasks.parquet import open_parquet
 
 WHAT = "a .txt, .jsonl or .parquet file, or a folder of them"
@@ -73,7 +73,7 @@ def find_texts(data: Any) -> Texts:
 def _find_files(root: Path) -> dict[str, list[Path]]:
     if root.is_file():
         if root.suffix.lower() not in SUFFIXES:
-            raise DataError(f"{root} ends in {root.suffix or 'nothing'!r}: data.path must be {WHAT}")
+            raise wrong_file(root, WHAT)
         return {"train": [root]}
     inside = [path for path in sorted(root.rglob("*")) if path.is_file() and "/." not in f"/{path.relative_to(root)}"]
     files = [path for path in inside if path.suffix.lower() in SUFFIXES]

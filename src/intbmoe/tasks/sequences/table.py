@@ -20,7 +20,7 @@ from intbmoe.checks import some
 from intbmoe.foreign import import_extra
 from intbmoe.tasks.datasets import column_names, entries
 from intbmoe.tasks.errors import DataError
-from intbmoe.tasks.own_data import fingerprint, require_path, require_same_data, require_size, suggestion
+from intbmoe.tasks.own_data import fingerprint, require_path, require_same_data, require_size, suggestion, wrong_file
 from intbmoe.tasks.sequences.source import ItemSequences
 
 WHAT = "a .csv, .tsv or .parquet file with a row for each event: user, item, time"
@@ -67,7 +67,7 @@ def _find_file(path: Path) -> Path:
             raise DataError(f"{path} is a folder with {there}: data.path must be {WHAT}")
         return found[0]
     if _suffix(path) not in SUFFIXES:
-        raise DataError(f"{path} ends in {path.suffix or 'nothing'!r}: data.path must be {WHAT}")
+        raise wrong_file(path, WHAT)
     if path.stat().st_size == 0:
         raise DataError(f"{path} is empty: expected {WHAT}")
     return path
@@ -145,7 +145,9 @@ def _sequences(connection: Any, columns: dict[str, str], file: Path) -> ItemSequ
     moment = number if numbers >= dates else date
     bad = first(f"{moment} IS NULL OR NOT isfinite(({moment})::DOUBLE)", '"time"')
     if bad is not None:
-        like = "a number, like others" if moment == number and numbers else "a date such as 2024-05-31 12:30:00"
+        like = (
+            "a number, as the other times are" if moment == number and numbers else "a date such as 2024-05-31 12:30:00"
+        )
         wanted = like if numbers or dates else f"a number or {like}"
         raise DataError(f"{_where(file, bad[0])}: the time {bad[1]!r} (column {columns['time']!r}) is not {wanted}")
     for kind in ("user", "item"):
@@ -175,8 +177,12 @@ def save_events(data: Any, folder: Path) -> None:
     with open(folder / "events.csv", "w", encoding="utf-8", newline="") as file:
         writer = csv.writer(file)
         if columns is not None:
+            values = [_values(data[name]) for name in columns]
+            if len({*map(len, values)}) > 1:
+                told = some(f"{name} {len(column)}" for name, column in zip(columns, values, strict=True))
+                raise DataError(f"data has columns of different lengths: {told}")
             writer.writerow(columns)
-            writer.writerows(zip(*(_values(data[name]) for name in columns), strict=True))
+            writer.writerows(zip(*values, strict=True))
             return
         for index, entry in enumerate(entries(data, "data")):
             if isinstance(entry, Mapping):

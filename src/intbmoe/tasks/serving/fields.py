@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from intbmoe.checks import did_you_mean
-from intbmoe.tasks.serving.requests import ABSENT, SHOWN, RequestError
+from intbmoe.tasks.serving.requests import ABSENT, SHOWN, UNKNOWN, RequestError
 
 
 class Field(Protocol):
@@ -157,21 +157,21 @@ class Record:
         before = f"{where}." if where else ""
         for name in value:
             if name not in self.fields:
-                raise unknown_field(f"{before}{name}", value[name], str(name), self.fields)
+                raise unknown_field(f"{before}{name}", str(name), self.fields)
         found = {}
         for name, (kind, default) in self.fields.items():
             if name in value:
                 found[name] = kind.read(before + name, value[name])
             elif default is REQUIRED:
-                raise RequestError(before + name, ABSENT, "given")
+                raise RequestError(before + name, ABSENT)
             else:
                 found[name] = default
         return found
 
 
-def unknown_field(where: str, value: object, name: str, known: Collection[str]) -> RequestError:
+def unknown_field(where: str, name: str, known: Collection[str]) -> RequestError:
     near = did_you_mean(name[:SHOWN], known)  # comparing a name of megabytes would take seconds
-    return RequestError(where, value, f"left out, there is no such field ({near})")
+    return RequestError(where, UNKNOWN, near)
 
 
 def _described(schema: dict[str, Any], about: str) -> dict[str, Any]:

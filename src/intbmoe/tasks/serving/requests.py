@@ -16,18 +16,23 @@ from intbmoe.foreign import import_extra
 Request = Mapping[str, Any]
 Answer = dict[str, Any]
 SHOWN = 60  # characters of a refused value that the message repeats
-ABSENT = object()  # stands for the value of a missing field
+ABSENT, UNKNOWN = object(), object()  # stand for the value of a missing field, and of one that does not exist
 
 
 class RequestError(ValueError):
     """A request that cannot be answered as it is; ``field`` says where, such as ``history[3].place``."""
 
-    def __init__(self, field: str, value: object, allowed: str) -> None:
-        """``allowed`` completes the sentence "… must be"; ``value`` may be ``ABSENT``."""
+    def __init__(self, field: str, value: object, allowed: str = "") -> None:
+        """``allowed`` completes the sentence "… must be"; for the value ``UNKNOWN`` it is what the client may mean."""
         # Short, and without what UTF-8 cannot encode: a client may name a field anything.
         self.field = field[:SHOWN].encode("utf-8", "backslashreplace").decode()
-        found = " is missing" if value is ABSENT else f"={shown(value)} is not allowed"
-        super().__init__(f"{self.field}{found}: {self.field} must be {allowed}")
+        if value is ABSENT:
+            message = f"the field {self.field} is missing"
+        elif value is UNKNOWN:
+            message = f"there is no field {self.field!r}: {allowed}"
+        else:
+            message = f"{self.field}={shown(value)} is not allowed: {self.field} must be {allowed}"
+        super().__init__(message)
 
 
 def shown(value: object) -> str:

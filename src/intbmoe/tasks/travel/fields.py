@@ -159,4 +159,4 @@ def check_sessions(history: Sequence[object], names: Collection[str]) -> None:
             raise RequestError(f"history[{number}]", session, f"an object with {', '.join(names)}")
         if not session.keys() <= names:
             name = next(name for name in session if name not in names)
-            raise unknown_field(f"history[{number}].{name}", session[name], str(name), names)
+            raise unknown_field(f"history[{number}].{name}", str(name), names)

@@ -33,6 +33,8 @@ def save_images(data: Any, folder: Path) -> None:
             _to_image(image, where).save(file, compress_level=1)
             files.setdefault(split, []).append((_plain(label, where), file))
     labels = sorted({label for label, _ in files["train"]}, key=lambda label: (isinstance(label, str), label))
+    if len(labels) == 1:
+        raise DataError(f"data['train'] has one label, {labels[0]!r}: expected two or more")
     digits = len(str(len(labels)))
     number = {label: f"{place:0{digits}d}" for place, label in enumerate(labels)}
     for split, found in files.items():
@@ -84,7 +86,8 @@ def _to_image(image: Any, where: str) -> Image.Image:
     if array.dtype.kind == "f":
         if not (np.isfinite(array).all() and array.min() >= 0 and array.max() <= 1):
             found = f"{array.min():.3g} to {array.max():.3g}"
-            raise DataError(f"{where}: pixels go from {found}: expected 0 to 1, not normalised: the recipe does it")
+            expected = "floating-point pixels must be from 0 to 1 (the recipe normalises them); for 0 to 255 use uint8"
+            raise DataError(f"{where}: pixels go from {found}: {expected}")
         array = np.rint(array * 255)
     elif array.min() < 0 or array.max() > 255:
         raise DataError(f"{where}: pixels go from {array.min()} to {array.max()}: expected 0 to 255")
