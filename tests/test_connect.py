@@ -1,6 +1,8 @@
 """MoE layers in Hugging Face models under other people's loops: masks in, losses out, steps around the optimizer."""
 
 import copy
+import pickle
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -155,10 +157,10 @@ def test_encoder_and_decoder_have_masks_of_their_own():
 def test_a_mask_that_does_not_fit_is_told():
     model = llama(jitter=0.0).eval()
     intbmoe.connect(model)
-    layer = model.model.layers[0].mlp
-    model(**batch())
+    layer, longer = model.model.layers[0].mlp, torch.randn(4, 11, 16, dtype=torch.float64)
+    model.lm_head.register_forward_pre_hook(lambda *_: [layer(longer), None][1])
     with pytest.warns(UserWarning, match=r"mask of shape \(4, 9\) does not fit the tokens \(4, 11\)"):
-        layer(torch.randn(4, 11, 16, dtype=torch.float64))
+        model(**batch())
 
 
 def test_removed_hooks_leave_nothing_behind():
@@ -225,3 +227,100 @@ def test_losses_that_nobody_collects_stop_the_training():
     model(**batch()).loss.backward()
     with pytest.raises(RuntimeError, match=r"Switch was trained without .* intbmoe.connect"):
         model(**batch())
+
+
+def counts(model, **given):
+    """How many tokens of a forward are valid, in each layer."""
+    with intbmoe.record_routing(model) as log, torch.no_grad():
+        model(**given)
+    return [record.tokens for record in log.values()]
+
+
+def test_the_patches_of_an_image_do_not_get_the_mask_of_the_text():
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    text = {**sizes, "vocab_size": 50, "max_position_embeddings": 40}
+    vision = {**sizes, "image_size": 8, "patch_size": 4}
+    config = transformers.CLIPConfig(text_config=text, vision_config=vision, projection_dim=8)
+    model = transformers.CLIPModel(config).eval()
+    intbmoe.replace_ffn(model, experts=4, blocks=4)
+    intbmoe.connect(model)
+    ids = torch.randint(3, 50, (2, 12))
+    mask = (torch.arange(12) < 4).expand(2, 12).long()
+    found = counts(model, input_ids=ids, pixel_values=torch.randn(2, 3, 8, 8), attention_mask=mask)
+    assert found == [2 * 4, 2 * 5]
+
+
+def test_frames_of_audio_do_not_get_the_mask_of_samples():
+    config = transformers.Wav2Vec2Config(
+        hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32, conv_dim=(8, 8),
+        conv_stride=(5, 4), conv_kernel=(10, 8), num_conv_pos_embeddings=4, num_conv_pos_embedding_groups=2,
+    )  # fmt: skip
+    model = transformers.Wav2Vec2Model(config).eval()
+    intbmoe.replace_ffn(model, experts=4, blocks=4)
+    intbmoe.connect(model)
+    mask = torch.ones(2, 400, dtype=torch.long)
+    mask[1, 200:] = 0
+    with pytest.warns(UserWarning, match="does not fit"):
+        assert counts(model, input_values=torch.randn(2, 400), attention_mask=mask) == [36]
+
+
+def test_a_part_called_by_itself_does_not_get_the_mask_of_an_earlier_forward():
+    model = llama(jitter=0.0).eval()
+    intbmoe.connect(model)
+    model(**batch())
+    with intbmoe.record_routing(model) as log, torch.no_grad():
+        model.model(batch()["input_ids"])
+    assert [record.tokens for record in log.values()] == [36, 36]
+
+
+class Host(nn.Module):
+    """Two layers, of which the second may be skipped."""
+
+    def __init__(self, skip=False, make=lambda loss, y: loss):
+        super().__init__()
+        self.ffns = nn.ModuleList(intbmoe.create("switch", 8, 16, experts=4) for _ in range(2))
+        self.skip, self.make = skip, make
+
+    def forward(self, x):
+        for ffn in self.ffns[: 1 if self.skip else 2]:
+            x = x + ffn(x)
+        return self.make(x.square().mean(), x)
+
+
+class Output(NamedTuple):
+    loss: torch.Tensor
+    y: torch.Tensor
+
+
+def test_a_named_tuple_gets_the_losses():
+    model = Host(make=Output)
+    bare = copy.deepcopy(model)
+    intbmoe.connect(model)
+    x = torch.randn(2, 3, 8)
+    torch.manual_seed(0)
+    found = model(x)
+    torch.manual_seed(0)
+    assert isinstance(found, Output)
+    assert found.loss > bare(x).loss
+
+
+def test_a_skipped_layer_has_no_loss():
+    model = Host()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    intbmoe.connect(model, optimizer)
+    for model.skip in (True, False, True):
+        model(torch.randn(2, 3, 8)).backward()
+        optimizer.step()
+    assert [load.tokens for load in intbmoe.load_statistics(model).values()] == [18, 6]
+
+
+def pair(loss, y):
+    return loss, y
+
+
+def test_a_connected_model_can_be_pickled():
+    model = Host(make=pair)
+    intbmoe.connect(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    model(torch.randn(2, 3, 8))
+    copied = pickle.loads(pickle.dumps(model))
+    assert copied(torch.randn(2, 3, 8))[0].isfinite()

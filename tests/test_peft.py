@@ -51,6 +51,7 @@ def test_every_adapter_learns_and_merges(name, way):
     with torch.no_grad():
         separate = model.eval()(**batch()).logits
         merged = model.merge_and_unload()
+        intbmoe.connect(merged)
         together = merged(**batch()).logits
         assert not torch.allclose(separate, plain(**batch()).logits, atol=1e-3)
     torch.testing.assert_close(together, separate, rtol=0, atol=1e-6)
@@ -79,3 +80,14 @@ def test_adapters_precompose_before_they_are_merged():
     x = torch.randn(2, 5, 16, dtype=torch.float64)
     with torch.no_grad():
         torch.testing.assert_close(layer.precompose()(x), layer(x), rtol=0, atol=1e-12)
+
+
+def test_masks_reach_layers_behind_a_wrapper_that_passes_on_any_arguments():
+    ids = torch.randint(1, 40, (2, 12))
+    mask = torch.ones_like(ids)
+    mask[1, 4:] = 0
+    model = peft.get_peft_model(llama("intbmoe", **METHODS["intbmoe"]), peft.LoraConfig(r=2, target_modules=["q_proj"]))
+    intbmoe.connect(model.eval())
+    with intbmoe.record_routing(model) as log, torch.no_grad():
+        model(ids, mask)
+    assert [record.tokens for record in log.values()] == [16, 16]

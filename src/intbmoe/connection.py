@@ -52,8 +52,9 @@ class Connection:
             if isinstance(earlier, Connection):  # two would collect the losses twice
                 earlier.remove()
         self.model = model
-        self._names = list(inspect.signature(model.forward).parameters)
+        self._names = _argument_names(model)
         self._masks: dict[str, Tensor] = {}
+        self._inside, self._lengths = False, set()  # whether the model is running, and how many tokens it was given
         both = DECODER_MASK in self._names  # an encoder and a decoder, each with its own mask
         self._of_decoder = {layer for name, layer in moe_layers(model) if both and "decoder" in name.split(".")}
         self._forwards, self._backward = 0, False  # forwards with different masks since the last recomputation
@@ -72,7 +73,7 @@ class Connection:
             raise TypeError(f"optimizer is a {type(optimizer).__name__}: expected a torch.optim.Optimizer")
         self._hooks += [
             optimizer.register_step_pre_hook(self._before_step),
-            optimizer.register_step_post_hook(lambda optimizer, *_: after_step(self.model, optimizer)),
+            optimizer.register_step_post_hook(self._after_step),
         ]
 
     def remove(self) -> None:
@@ -97,18 +98,25 @@ class Connection:
 
         return arguments[:1], {**options, "closure": and_before_step}
 
+    def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        after_step(self.model, optimizer)
+
     def _before_forward(self, model: nn.Module, arguments: tuple, options: dict[str, Any]) -> None:
         given = {**dict(zip(self._names, arguments, strict=False)), **options}
         found = {name: given[name] for name in MASKS if isinstance(given.get(name), Tensor) and given[name].dim() == 2}
         new = found.keys() != self._masks.keys() or any(found[name] is not self._masks[name] for name in found)
         self._forwards, self._backward = 1 if self._backward else self._forwards + new, False
-        self._masks = found
+        self._masks, self._inside = found, True
+        texts = (value for name, value in given.items() if name not in (*MASKS, "labels") and isinstance(value, Tensor))
+        self._lengths = {text.shape[1] for text in texts if text.dim() in (2, 3)}
         if model.training:
             self._again = lambda: model(*arguments, **options)
 
     def _give_mask(self, layer: MoELayer, arguments: tuple, options: dict[str, Any]) -> tuple[tuple, dict] | None:
         if not self._masks or len(arguments) > 1 or options.get("mask") is not None:
             return None
+        if not (self._inside or recomputing()):
+            return None  # called by itself: the mask is of an earlier forward
         if recomputing():
             self._backward = True
             if self._forwards > 1:
@@ -120,10 +128,14 @@ class Connection:
         return None if mask is None else (arguments, {**options, "mask": mask})
 
     def _fitting(self, x: Tensor, layer: MoELayer) -> Tensor | None:
-        """The mask for the tokens ``x``: the whole text's, or its last entries if earlier tokens are in a cache."""
+        """The mask for the tokens ``x``: the whole text's, or its last entries if earlier tokens are in a cache.
+
+        Other lengths are not the text's: an image's patches, or frames of audio whose mask counts samples.
+        """
         masks = [mask for name, mask in self._masks.items() if (name == DECODER_MASK) == (layer in self._of_decoder)]
         for mask in masks:
-            if x.dim() == 3 and x.shape[0] == mask.shape[0] and x.shape[1] <= mask.shape[1]:
+            known = x.dim() == 3 and x.shape[1] <= mask.shape[1] and x.shape[1] in {mask.shape[1], *self._lengths}
+            if known and x.shape[0] == mask.shape[0]:
                 return mask[:, mask.shape[1] - x.shape[1] :].bool()
             if x.dim() == 2 and x.shape[0] == mask.numel():
                 return mask.reshape(-1).bool()
@@ -136,12 +148,16 @@ class Connection:
         return None
 
     def _after_forward(self, model: nn.Module, arguments: tuple, options: dict[str, Any], output: Any) -> Any:
+        self._inside = False
         if not (model.training and torch.is_grad_enabled()) or getattr(model, "collects_aux_loss", False):
             return None
         loss = _loss_of(output)
         if loss is None:
             return None  # the caller computes the loss, and must add intbmoe.aux_loss(model)
         return _with_loss(output, loss + aux_loss(model))
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_again": None, "_masks": {}}  # a function of the last forward cannot be saved
 
     def _reevaluate(self) -> Tensor:
         """Recompute the loss of the last forward, for ``before_step``."""
@@ -151,6 +167,18 @@ class Connection:
         if loss is None:
             raise RuntimeError("the model returned no loss: give it labels, or call intbmoe.before_step yourself")
         return loss
+
+
+def _argument_names(model: nn.Module) -> list[str]:
+    """The names of the arguments of a model's forward; of a wrapper that passes on any, those of the model in it."""
+    variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    while True:
+        parameters = inspect.signature(model.forward).parameters
+        inner = (getattr(model, name, None) for name in ("module", "_orig_mod", "base_model", "model"))
+        inside = next((module for module in inner if isinstance(module, nn.Module) and module is not model), None)
+        if inside is None or any(parameter.kind not in variable for parameter in parameters.values()):
+            return list(parameters)
+        model = inside
 
 
 def _loss_of(output: Any) -> Tensor | None:
@@ -168,6 +196,8 @@ def _with_loss(output: Any, loss: Tensor) -> Any:
         return (loss, *output[1:])
     if isinstance(output, dict):
         output["loss"] = loss
+    elif isinstance(output, tuple):
+        return output._replace(loss=loss)
     else:
         output.loss = loss
     return output

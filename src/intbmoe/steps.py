@@ -8,7 +8,7 @@ optimizer.step()
 intbmoe.after_step(model, optimizer)
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -32,22 +32,24 @@ def plan_steps(model: nn.Module, total: int) -> None:
 def aux_loss(model: nn.Module) -> Tensor:
     """The sum of all layers' auxiliary losses for the last forward; call once per micro-batch, before backward.
 
-    Also adds the layers' load counts to the step's counts, which ``after_step`` uses. Layers in eval mode are skipped.
+    Also adds the layers' load counts to the step's counts, which ``after_step`` uses. Layers in eval mode are skipped,
+    and so, in a single process, are layers that the forward skipped while it ran others (LayerDrop, unused branches).
     """
     layers = list(moe_layers(model))
     if not layers:
         raise ValueError(f"{type(model).__name__} holds no MoE layer, so it has no auxiliary loss")
     total = torch.zeros((), device=next(layers[0][1].parameters()).device)
-    for name, layer in layers:
-        if not layer.training:
-            continue
+    training = {name: layer for name, layer in layers if layer.training}
+    ran = {name: layer for name, layer in training.items() if layer.statistics.record is not None}
+    if len(ran) < len(training) and _all_must_run(ran):
+        name = next(name for name in training if name not in ran)
+        raise RuntimeError(
+            f"{_called(name, training[name])} has no record of a training forward: it did not run since the last "
+            f"aux_loss(model). Either the forward skipped it{_ALONE if ran else ''}, the model was not in training "
+            f"mode, or aux_loss was already called (intbmoe.connect calls it for models that return a loss)"
+        )
+    for name, layer in ran.items():
         record = layer.statistics.take_record()
-        if record is None:
-            raise RuntimeError(
-                f"{_called(name, layer)} has no record of a training forward: it did not run since the last "
-                f"aux_loss(model). Either the forward skipped it, the model was not in training mode, or aux_loss was "
-                f"already called (intbmoe.connect calls it for models that return a loss)"
-            )
         if record.losses and torch.is_grad_enabled() and not record.differentiable:
             raise RuntimeError(
                 f"the losses of {_called(name, layer)} carry no gradient: its forward ran under no_grad, as reentrant "
@@ -67,18 +69,28 @@ def before_step(model: nn.Module, optimizer: Any, reevaluate: Callable[[], Tenso
 
 def after_step(model: nn.Module, optimizer: Any = None) -> None:
     """Call after ``optimizer.step()``: updates the state that has no gradients, from the step's global counts."""
-    layers = {name: layer for name, layer in moe_layers(model) if layer.training}
-    for name, layer in layers.items():
-        if not layer.statistics.pending:
-            raise RuntimeError(
-                f"{_called(name, layer)} has no counts for this step: no training forward whose losses were collected "
-                f"since the last step (by aux_loss(model), or by a connected model that returns a loss)"
-            )
-    _all_reduce([layer.statistics.pending for layer in layers.values()])
+    training = {name: layer for name, layer in moe_layers(model) if layer.training}
+    ran = {name: layer for name, layer in training.items() if layer.statistics.pending}
+    if len(ran) < len(training) and _all_must_run(ran):
+        name = next(name for name in training if name not in ran)
+        raise RuntimeError(
+            f"{_called(name, training[name])} has no counts for this step: no training forward whose losses were "
+            f"collected since the last step (by aux_loss(model), or by a connected model that returns a loss)"
+        )
+    _all_reduce([layer.statistics.pending for layer in ran.values()])
     for family, members in _families(model):
-        family.family_after_step(members, [layer.statistics.pending for layer in members], optimizer)
-    for layer in layers.values():
+        if members := [layer for layer in members if layer.statistics.pending]:
+            family.family_after_step(members, [layer.statistics.pending for layer in members], optimizer)
+    for layer in ran.values():
         layer.statistics.end_step()
+
+
+_ALONE = " (which only a single process allows)"
+
+
+def _all_must_run(ran: Mapping[str, MoELayer]) -> bool:
+    """Whether a layer that did not run is an error: if none did, or if ranks, which add up counts, could differ."""
+    return not ran or (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1)
 
 
 def _called(name: str, layer: MoELayer) -> str:
