@@ -70,3 +70,18 @@ def test_the_layer_is_the_truncated_sum():
     torch.testing.assert_close(layer(x)[0], expected, rtol=0, atol=1e-12)
     with pytest.raises(ValueError, match=r"threshold=0\.5.*less than top_k/experts"):
         make("lapsum", threshold=0.5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_scores_with_a_gap_at_k(dtype):
+    """Between the k-th and the next score, e^{-gap/temperature} may underflow."""
+    scores = torch.tensor([[12.0, 11, 0, -1], [200, 100, -100, -200]], dtype=dtype, requires_grad=True)
+    weights = lapsum_topk(scores, 2, 0.1)
+    torch.testing.assert_close(weights, torch.tensor([[1.0, 1, 0, 0]] * 2, dtype=dtype))
+    weights.square().sum().backward()
+    assert scores.grad.isfinite().all()
+
+
+def test_second_derivatives():
+    scores = torch.randn(4, 6, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradgradcheck(lambda scores: lapsum_topk(scores, 2.3, 0.3), (scores,), atol=1e-4)

@@ -103,10 +103,17 @@ def lapsum_topk(scores: Tensor, k: float | Tensor, temperature: float | Tensor) 
     k = k.to(scores).expand(scores.shape[:-1]).unsqueeze(-1)
     with torch.no_grad():
         b = _solve(scores / temperature, k) * temperature
-    # One Newton step from the solution: its value is the solution, and its derivative is the implicit derivative.
-    z = (scores - b) / temperature
-    density = torch.exp(-z.detach().abs()).sum(-1, keepdim=True) / (2 * temperature)
-    b = b + (_laplace_cdf(z).sum(-1, keepdim=True) - k) / density
+    # Newton steps from the solution leave its value; the first gives the implicit derivative, the next the second one.
+    for _ in range(2):
+        z = (scores - b) / temperature
+        above = z > 0
+        distance = torch.where(above, z, -z)
+        # Where the scores leave a gap, e^{-|z|} underflows; relative to the largest of them, the step does not.
+        nearest = distance.detach().amin(-1, keepdim=True)
+        tails = torch.exp(nearest - distance)
+        excess = 2 * (above.sum(-1, keepdim=True) - k) * nearest.clamp(max=80).exp()
+        excess = excess + torch.where(above, -tails, tails).sum(-1, keepdim=True)
+        b = b + temperature * excess / tails.sum(-1, keepdim=True)
     return _laplace_cdf((scores - b) / temperature)
 
 
@@ -130,8 +137,9 @@ def _solve(z: Tensor, k: Tensor) -> Tensor:
     i = (at_scores < 2 * wanted).sum(-1, keepdim=True)
     m, n = (i - 1).clamp(min=0), i.clamp(max=count - 1)
     low, high = z.gather(-1, m), z.gather(-1, n)
-    a = torch.where(i < count, above.gather(-1, n), 0)
-    c = torch.where(i > 0, below.gather(-1, m), 0)
+    log_a = torch.where(i < count, above.gather(-1, n).log(), -torch.inf)
+    log_c = torch.where(i > 0, below.gather(-1, m).log(), -torch.inf)
     rest = wanted - i
-    root = rest.abs() + (rest.square() + a * c * (low - high).exp()).sqrt()
-    return torch.where(rest > 0, high + root.log() - a.log(), low - root.log() + c.log())
+    middle = (log_a + log_c + low - high) / 2  # for rest = 0, where the exponential may underflow
+    log_root = torch.where(rest == 0, middle, (rest.abs() + (rest.square() + (2 * middle).exp()).sqrt()).log())
+    return torch.where(rest > 0, high + log_root - log_a, low - log_root + log_c)
