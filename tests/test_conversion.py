@@ -118,3 +118,35 @@ def test_the_most_important_units_are_the_shared_ones():
     assert kept == {tuple(row) for row in model.mlp.experts.down.weight[0, [2, 7, 9]].tolist()}
     with pytest.raises(ValueError, match=r"experts=20.*small enough for 12"):
         split_dense(model, batches(), loss, experts=20, top_k=1)
+
+
+class ByName(nn.Module):
+    """Gives its layer everything by name; its dropout is off also in training."""
+
+    def __init__(self, name, **options):
+        super().__init__()
+        self.ffn, self.drop = intbmoe.create(name, 8, 16, **options), nn.Dropout().eval()
+
+    def forward(self, x, mask):
+        return self.ffn(x=x, mask=mask)
+
+
+@pytest.mark.parametrize(
+    ("convert", "name", "options"),
+    [
+        (fit_intbmoe, "switch", {"steps": 5, "experts": 2, "blocks": 2}),
+        (share_base, "switch", {"ratio": 0.5}),
+        (split_dense, "dense", {"experts": 3, "top_k": 1, "steps": 5}),
+    ],
+)
+def test_a_mask_given_by_name_leaves_padding_out(convert, name, options):
+    def batch():
+        mask = torch.rand(4, 10) > 0.3
+        return torch.where(mask.unsqueeze(-1), torch.randn(4, 10, 8), torch.nan), mask
+
+    model = ByName(name, **({} if name == "dense" else {"experts": 4}))
+    batches = [batch() for _ in range(3)]
+    _, report = convert(model, batches, lambda m, b: m(*b).square().mean(), **options)
+    assert report[0].error < 10
+    assert model.training
+    assert not model.drop.training

@@ -247,12 +247,14 @@ def _inputs(model: nn.Module, layers: Layers, batches: Batches, loss: Loss) -> d
     """The valid tokens (N, d) that each of the model's layers sees in each batch."""
     found: dict[str, list[Tensor]] = {name: [] for name in layers}
 
-    def keep(name: str, x: Tensor, mask: Tensor | None = None, *_: Any) -> None:
+    def keep(name: str, x: Tensor, mask: Tensor | None = None, *_: Any, **__: Any) -> None:
         found[name].append(x.detach().flatten(0, -2) if mask is None else x.detach()[mask])
 
     with ExitStack() as stack, torch.no_grad():
         for name, layer in layers.items():
-            hook = layer.register_forward_pre_hook(lambda _, args, name=name: keep(name, *args))
+            hook = layer.register_forward_pre_hook(
+                lambda _, args, options, name=name: keep(name, *args, **options), with_kwargs=True
+            )
             stack.callback(hook.remove)
         for batch in batches:
             loss(model, batch)
@@ -260,7 +262,7 @@ def _inputs(model: nn.Module, layers: Layers, batches: Batches, loss: Loss) -> d
 
 
 def _report(before: nn.Module, after: nn.Module, names: Iterable[str], batch: Any, loss: Loss) -> list[Converted]:
-    mode = before.training
+    modes = {module: module.training for module in before.modules()}
     layers, changed = dict(moe_layers(before)), dict(moe_layers(after))
     tokens = _inputs(before.eval(), {name: layers[name] for name in names}, [batch], loss)
     rows = []
@@ -271,7 +273,8 @@ def _report(before: nn.Module, after: nn.Module, names: Iterable[str], batch: An
             error = float((new(x) - y).norm() / y.norm())
         sizes = (sum(p.numel() for p in layer.parameters()) for layer in (old, new))
         rows.append(Converted(name, *sizes, error))
-    before.train(mode)
+    for module, training in modes.items():
+        module.training = training
     return rows
 
 
