@@ -102,7 +102,7 @@ def test_minipile_released_differs_in_name_alone():
 def test_a_recipe_of_ones_own_on_top_of_another(tmp_path):
     base, own = tmp_path / "base.yaml", tmp_path / "own.yaml"
     base.write_text("base: digits\nname: base\ntrain: {lr: 0.5}\nmoe: {options: {top_k: 1}}\n")
-    own.write_text(f"base: {base}\nname: own\ntrain: {{epochs: 2}}\nseeds: [7]\n")
+    own.write_text("base: base.yaml\nname: own\ntrain: {epochs: 2}\nseeds: [7]\n")  # beside it
     digits, recipe = load_recipe("digits"), load_recipe(own)
     assert (recipe.name, recipe.seeds) == ("own", (7,))
     assert recipe.train == replace(digits.train, lr=0.5, epochs=2.0)
@@ -171,6 +171,7 @@ def test_a_file_of_ones_own(tmp_path):
         ("model: {dims: 3}", "model.dims: no such setting: did you mean 'dim'"),
         ("data: {source: digit}", "data.source='digit' is not allowed: data.source must be one of 'digits'"),
         ("data: [", "is not YAML"),
+        ("train: {steps: 3, batch: 4, steps: 5}", "is not YAML: 'steps' is given twice"),
     ],
 )
 def test_a_wrong_file_is_named_with_what_is_wrong(tmp_path, line, message):

@@ -39,7 +39,18 @@ def load_recipe(name: str | Path) -> Recipe:
         raise ValueError(f"{path}: {error}") from error
 
 
-def _find(name: str) -> Path:
+class _Loader(yaml.SafeLoader):
+    """Refuses a key that is given twice: PyYAML would drop the first without a word."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
+        keys = [key.value for key, _ in node.value]
+        for place, (key, _) in enumerate(node.value):
+            if key.value in keys[:place]:
+                raise yaml.constructor.ConstructorError(None, None, f"{key.value!r} is given twice", key.start_mark)
+        return super().construct_mapping(node, deep)
+
+
+def _find(name: str, beside: Path = Path()) -> Path:
     path = Path(name)
     if path.suffix not in SUFFIXES:
         if name not in list_recipes():
@@ -47,21 +58,22 @@ def _find(name: str) -> Path:
             own = "for your own file, give a path that ends in .yaml"
             raise UnknownNameError(f"no recipe is called {name!r}: {known} ({own})")
         return FOLDER / f"{name}.yaml"
-    if not path.is_file():
+    found = [each for each in (beside / path, path) if each.is_file()]
+    if not found:
         raise FileNotFoundError(f"there is no recipe file {path}")
-    return path
+    return found[0]
 
 
 def _read(path: Path, above: tuple[Path, ...] = ()) -> Any:
     """Read a file; with ``base: NAME`` in it, settings it does not give itself come from that recipe."""
     try:
-        data = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except yaml.YAMLError as error:
+        data = yaml.load(path.read_text(encoding="utf-8"), _Loader)
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} is not YAML: {error}") from error
     if not isinstance(data, Mapping) or "base" not in data:
         return data
     try:
-        base = _find(str(data["base"]))
+        base = _find(str(data["base"]), path.parent)
     except (KeyError, FileNotFoundError) as error:
         raise ValueError(f"{path}: base: {error.args[0]}") from error
     if base in (path, *above):
