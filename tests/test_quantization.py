@@ -187,3 +187,10 @@ def test_what_cannot_be_quantised_says_why():
         quantize(model)
     with pytest.raises(ValueError, match="LayerNorm has no linear map whose weight"):
         quantize(nn.LayerNorm(3))
+
+
+def test_blocks_of_width_one():
+    layer, x = intbmoe.IntBMoE(1, 5).eval().precompose(), torch.randn(3, 1)
+    y = layer(x)
+    quantize(layer)
+    torch.testing.assert_close(layer(x), y, atol=0.1, rtol=0.1)

@@ -8,6 +8,9 @@ from torch import Tensor, nn
 from intbmoe.layer import moe_layers, require_whole, unwrap
 from intbmoe.methods.intbmoe import ComposedMoE, IntBMoE
 
+FREQUENCIES = ("inv_freq", "original_inv_freq")
+"""transformers' names of the buffers with the frequencies of rotary positions."""
+
 
 def precompose(model: nn.Module, dtype: torch.dtype | None = None, conditioning: Tensor | None = None) -> nn.Module:
     """Return a copy of ``model`` with every IntBMoE replaced by its precomposed form; the pools are not copied.
@@ -38,6 +41,8 @@ def cast_for_serving(model: nn.Module, dtype: torch.dtype) -> None:
     spared = {id(tensor) for _, layer in moe_layers(model) for tensor in layer.kept_wide()}
     for layer in (module for module in model.modules() if isinstance(module, ComposedMoE)):
         spared |= {id(tensor) for tensor in (*layer.parameters(), *layer.buffers())}
+    # Positions times frequencies are large angles; transformers, too, loads half-precision models with float32 ones.
+    spared |= {id(buffer) for name, buffer in model.named_buffers() if name.rpartition(".")[2] in FREQUENCIES}
     for tensor in (*model.parameters(), *model.buffers()):
         if tensor.is_floating_point() and id(tensor) not in spared:
             tensor.data = tensor.data.to(dtype)

@@ -5,9 +5,10 @@ import torch
 from transformers import AutoConfig, AutoModelForImageClassification
 
 import intbmoe
+from intbmoe.huggingface.conversion import from_backbone, to_backbone
 from intbmoe.layer import moe_layers
 from intbmoe.methods.intbmoe import ComposedMoE
-from intbmoe.models.vit import INIT_STD
+from intbmoe.models.vit import INIT_STD, ViT, ViTConfig
 from small_huggingface import IMAGES, hf, vision_model
 
 
@@ -89,3 +90,13 @@ def test_hidden_states_are_returned_when_asked_for():
     states = model(images(), output_hidden_states=True).hidden_states
     assert [state.shape for state in states] == [(3, 5, 16)] * 3
     assert model(images(), return_dict=False)[0].shape == (3, 5)
+
+
+def test_a_class_token_that_goes_through_the_mixture():
+    config = ViTConfig(
+        image_size=16, patch_size=8, dim=24, depth=2, heads=3, hidden=32, moe_layers=(0,), classes=5,
+        class_token_ffn=False,
+    )  # fmt: skip
+    model, x = ViT(config, lambda: intbmoe.create("intbmoe", 24, 32, experts=4)).eval(), torch.randn(2, 3, 16, 16)
+    assert torch.equal(from_backbone(model)(x).logits, model(x))
+    assert torch.equal(to_backbone(from_backbone(model))(x), model(x))

@@ -270,3 +270,8 @@ def test_one_composition_serves_a_request(monkeypatch):
     assert counter.get_total_flops() == 2 * 2 * 3 * DIM * HIDDEN  # two dense SwiGLU tokens
     with pytest.raises(ValueError, match=r"state was made for 2 sequences, but x holds 3"):
         layer(tokens(3, 1), state=state)
+
+
+def test_without_tokens():
+    layer = intbmoe.create("lory", 8, 8, first_segment="stop_gradient")
+    assert layer(torch.zeros(2, 0, 8), torch.zeros(2, 0, dtype=torch.bool)).shape == (2, 0, 8)

@@ -285,3 +285,14 @@ def test_a_layer_told_of_tasks_has_no_one_precomposed_form():
     plain, told = (IntBMoE(8, 8, experts=2, blocks=2, conditioning_dim=width) for width in (0, 3))
     assert has_one_precomposed_form(nn.Sequential(plain))
     assert not has_one_precomposed_form(nn.Sequential(plain, told))
+
+
+def test_in_a_wider_type_than_the_layers():
+    layer, x = IntBMoE(8, 16).eval(), torch.randn(3, 8, dtype=torch.float64)
+    torch.testing.assert_close(layer.precompose(torch.float64)(x), layer.double()(x), atol=1e-6, rtol=1e-6)
+
+
+def test_the_frequencies_of_rotary_positions_keep_their_type():
+    model = nn.Sequential(IntBMoE(8, 16), nn.Module())
+    model[1].register_buffer("inv_freq", torch.randn(4))
+    assert intbmoe.precompose(model, torch.bfloat16)[1].inv_freq.dtype == torch.float32

@@ -270,3 +270,9 @@ def test_what_does_not_fit_the_method_or_the_host_is_refused():
     with pytest.warns(UserWarning, match="use_cache=False"):
         intbmoe.replace_ffn(copy.deepcopy(model), "lory", start="copy", experts=3)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_an_ffn_that_needs_whole_images_is_refused():
+    timm = pytest.importorskip("timm")
+    with pytest.raises(ValueError, match="does not run on single tokens"):
+        intbmoe.replace_ffn(timm.create_model("mambaout_femto"), experts=2, blocks=2, layers=[0])

@@ -15,7 +15,14 @@ from intbmoe.tasks import DataError
 from intbmoe.train import RunDirectory
 from intbmoe.train.errors import DamagedFileError, RunConflictError, TrainingError
 from intbmoe.train.metrics import MetricsFile
-from intbmoe.train.run import describe_environment, differing_keys, git_state, moved_data_is_explained, run_lock
+from intbmoe.train.run import (
+    _from_anywhere,
+    describe_environment,
+    differing_keys,
+    git_state,
+    moved_data_is_explained,
+    run_lock,
+)
 from lock_holder import FORK
 
 
@@ -245,3 +252,12 @@ def test_git_state(tmp_path):
     assert not state["changed"]
     (tmp_path / "__init__.py").write_text("1")
     assert git_state(tmp_path) == {**state, "changed": True}
+
+
+def test_paths_are_found_from_any_folder(monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", "/home/me")
+    monkeypatch.chdir(tmp_path)
+    found = _from_anywhere({"data": {"path": "~/pets", "tokenizer": "tok.json"}, "train": {"start": "zoo:digits"}})
+    assert found["data"] == {"path": "/home/me/pets", "tokenizer": str(tmp_path / "tok.json")}
+    assert found["train"] == {"start": "zoo:digits"}
+    assert _from_anywhere({"data": {"tokenizer": "bpe"}}) == {"data": {"tokenizer": "bpe"}}

@@ -159,6 +159,7 @@ class IntBMoEImageConfig(MixtureConfig):
         "channels": "num_channels",
         "drop_path": "drop_path_rate",
         "ffn_std": "ffn_std",
+        "class_token_ffn": "class_token_ffn",
     }
 
     image_size: int = 224
@@ -173,6 +174,8 @@ class IntBMoEImageConfig(MixtureConfig):
     drop_path_rate: float = 0.1
     ffn_std: float | None = 0.02
     """Standard deviation of the dense FFNs' truncated normal initialisation; None to initialise like nn.Linear."""
+    class_token_ffn: bool = True
+    """Whether the class token has its own dense FFN in a block with a mixture."""
 
     def __post_init__(self, **kwargs: Any) -> None:
         if self.id2label is None:

@@ -360,6 +360,8 @@ class ComposedMoE(BlockLayer):
         composed.backend = layer.backend
         for name in ("router", "norms", "gate_norms", "gate_shifts", "scale"):
             setattr(composed, name, copy.deepcopy(getattr(layer, name)))
+        if dtype == torch.float64:  # the wide type, in which everything beside the products is computed
+            composed.double()
         composed.shared = copy.deepcopy(layer.shared).to(dtype) if layer.shared is not None else None
         composed.block_weights = nn.ParameterList(blocks.weights)
         composed.block_biases = nn.ParameterList(blocks.biases if layer.config.bias else ())

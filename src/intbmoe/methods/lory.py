@@ -154,7 +154,7 @@ class Lory(MoELayer):
         elif self.config.first_segment == "uniform":
             first = weights.new_full((means.shape[0], 1, self.config.experts), 1 / self.config.experts)
         else:
-            first = weights[:, :1].detach()
+            first = linear(F.pad(means, (0, 0, 0, 1))[:, :1], self.router.weight).softmax(-1).detach()
         return torch.cat([first, weights], 1)
 
     def _by_prompt(self, x: Tensor, mask: Tensor | None, state: PromptState, dtype: torch.dtype) -> Tensor:

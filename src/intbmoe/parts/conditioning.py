@@ -13,7 +13,7 @@ def check_conditioning(vector: Tensor | None, width: int, like: Tensor, per_sequ
     """
     if vector is None and width == 0:
         return None
-    shapes = {(width,), (like.shape[0], width)} if per_sequence else {(width,)}
+    shapes = [(width,), (like.shape[0], width)] if per_sequence else [(width,)]  # no set: free sizes have no hash
     if vector is None or width == 0 or tuple(vector.shape) not in shapes:
         found = None if vector is None else f"a tensor of shape {tuple(vector.shape)}"
         many = ", one for the whole call or one per sequence" if per_sequence else ", one for the whole call"

@@ -74,4 +74,4 @@ def all_in_int8(weights: nn.ParameterList) -> tuple[tuple[Tensor, ...], tuple[Te
 def weight_dtype(weights: nn.ParameterList) -> torch.dtype:
     """The type the weights are computed in, found without dequantising any."""
     stored = weights._modules.get("parametrizations")
-    return weights[0].dtype if stored is None else stored["0"].original1.dtype
+    return weights[0].dtype if stored is None or "0" not in stored else stored["0"].original1.dtype

@@ -116,7 +116,16 @@ def _build(
 ) -> tuple[Started, ReplacedFFN]:
     weight = ffn.maps[-1].weight
     tokens = seen[ffn.name] if seen else torch.randn(*TOKENS, ffn.dim, device=weight.device).to(weight.dtype)
-    before = ffn.module.eval()(tokens)  # a module built from parts of a block is not in the model, so it needs eval()
+    try:
+        # A module built from parts of a block is not in the model, so it needs eval().
+        before = ffn.module.eval()(tokens)
+        if start == "shared":
+            ffn.module(tokens.flatten(0, -2))
+    except (RuntimeError, IndexError, ValueError) as error:
+        raise ValueError(
+            f"{ffn.name} ({type(ffn.module).__name__}) does not run on single tokens, so it is not an FFN that a layer "
+            f"can replace: {str(error).splitlines()[0]}"
+        ) from error
     if not isinstance(before, Tensor) or before.shape != tokens.shape:
         found = tuple(before.shape) if isinstance(before, Tensor) else f"a {type(before).__name__}"
         raise ValueError(

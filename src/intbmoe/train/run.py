@@ -47,6 +47,8 @@ FREE_TO_CHANGE = (
     "train.patience", "seeds",
 )  # fmt: skip
 """Settings that may differ when a run resumes: like the number of ranks, they change nothing but rounding."""
+TOKENIZERS = ("bpe", "bytes")
+"""Values of ``data.tokenizer`` that are not files."""
 PACKAGES = ("intbmoe", "torch", "accelerate", "safetensors", "numpy", "timm", "torchvision", "scikit-learn")
 """Packages whose versions may affect a result."""
 
@@ -108,7 +110,7 @@ class RunDirectory:
             return recipe
         if not hasattr(recipe.data, "path"):
             raise DataError(f"data={os.fspath(data)!r}: the task {recipe.task!r} reads no files: leave data out")
-        return replace(recipe, data=replace(recipe.data, path=os.path.abspath(data)))
+        return replace(recipe, data=replace(recipe.data, path=os.path.abspath(os.path.expanduser(data))))
 
     @property
     def stand_in(self) -> Path | None:
@@ -245,10 +247,12 @@ def differing_keys(old: Any, new: Any, prefix: str = "") -> dict[str, tuple[Any,
 
 def _from_anywhere(config: dict[str, Any]) -> dict[str, Any]:
     """Make the paths of data and start absolute, so that they are found from any working directory."""
-    paths = {"data": "path", "train": "start"}
-    found = {part: config[part][name] for part, name in paths.items() if name in (config.get(part) or {})}
-    absolute = {part: os.path.abspath(path) for part, path in found.items() if isinstance(path, str)}
-    return {**config, **{part: {**config[part], paths[part]: path} for part, path in absolute.items()}}
+    config = {part: dict(values) if isinstance(values, dict) else values for part, values in config.items()}
+    for part, name in (("data", "path"), ("data", "tokenizer"), ("train", "start")):
+        path = (config.get(part) or {}).get(name)
+        if isinstance(path, str) and path not in TOKENIZERS and not in_zoo(path):
+            config[part][name] = os.path.abspath(os.path.expanduser(path))
+    return config
 
 
 def _read_lines(path: Path) -> list[dict[str, Any]]:
