@@ -3,7 +3,8 @@
 A host model passes only tokens to its FFNs, and its trainer knows only one loss. ``connect(model, optimizer)`` closes
 both gaps from outside, with hooks that work in any framework:
 
-    mask     the model's ``attention_mask`` (batch, tokens) goes to every MoE layer that is called without a mask
+    mask     the model's ``attention_mask`` (batch, tokens) goes to every MoE layer that is called without a mask and
+             gets as many tokens as the model, so not to the patches of its images
     loss     a training forward that returns a loss returns it with the layers' auxiliary losses added, unless the
              model adds them itself and says so with ``collects_aux_loss = True``
     steps    ``before_step`` and ``after_step`` run around the optimizer's step
