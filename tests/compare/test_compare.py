@@ -337,9 +337,8 @@ def test_files_of_different_sets_have_different_names_also_where_case_does_not_c
 def test_without_intbmoe_on_the_path_they_start_the_module(started, recipe, tmp_path, monkeypatch):
     monkeypatch.setattr("shutil.which", lambda program: None)
     monkeypatch.setattr("sys.argv", [f"/site/intbmoe/{started}"])
-    options = CompareOptions(methods="dense", root=tmp_path)
-    told = what_next(make_plan(recipe, options), options, ["digits"])
-    assert all(line.startswith("  python -m intbmoe ") for line in told.splitlines())
+    plan = make_plan(recipe, options := CompareOptions(methods="dense", root=tmp_path))
+    assert all(line.startswith("  python -m intbmoe ") for line in what_next(plan, options, ["digits"]).splitlines())
 
 
 def test_the_commands_that_lead_on_can_be_pasted(recipe, tmp_path):
