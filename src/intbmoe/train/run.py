@@ -250,7 +250,8 @@ def _from_anywhere(config: dict[str, Any]) -> dict[str, Any]:
     config = {part: dict(values) if isinstance(values, dict) else values for part, values in config.items()}
     for part, name in (("data", "path"), ("data", "tokenizer"), ("train", "start")):
         path = (config.get(part) or {}).get(name)
-        if isinstance(path, str) and path not in TOKENIZERS and not in_zoo(path):
+        is_path = isinstance(path, str) and not in_zoo(path) and not (name == "tokenizer" and path in TOKENIZERS)
+        if is_path:
             config[part][name] = os.path.abspath(os.path.expanduser(path))
     return config
 
