@@ -99,6 +99,13 @@ STUDIES = {
     "wikipedia-time": Study(
         "wikipedia", TEXT, (), WIKIPEDIA_STEPS, labels=(PLACED, "swiglu-wide"), as_long_as="intbmoe"
     ),
+    "wikipedia-warmup": Study(  # a warm-up as long as that of wikipedia-whole, 286 steps instead of 122
+        "wikipedia",
+        {**TEXT, "train.warmup": 0.117},
+        (),
+        WIKIPEDIA_STEPS,
+        labels=("dense", PLACED, "dense-wide", "swiglu-wide", "intbmoe", ONE_LAYER, "deepseek"),
+    ),
     "wikipedia-long": Study(
         "wikipedia",
         {**TEXT, "train.steps": 4000},
