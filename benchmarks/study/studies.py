@@ -104,7 +104,12 @@ STUDIES = {
         {**TEXT, "train.warmup": 0.117},
         (),
         WIKIPEDIA_STEPS,
-        labels=("dense", PLACED, "dense-wide", "swiglu-wide", "intbmoe", ONE_LAYER, "deepseek"),
+        labels=(
+            "dense", PLACED, "dense-wide", "swiglu-wide", "intbmoe", ONE_LAYER, "deepseek", "remoe", "switch", "remoe-more"
+        ),
+    ),
+    "tiny-imagenet-warmup": Study(  # 925 steps instead of 370
+        "tiny-imagenet", {**IMAGES, "train.warmup": 5.0}, (), IMAGES_STEPS, labels=(PLACED, "intbmoe")
     ),
     "wikipedia-long": Study(
         "wikipedia",
