@@ -24,7 +24,7 @@ from benchmarks.study.attention import count_attention  # noqa: E402
 from benchmarks.study.clock import START_SECONDS, Clock  # noqa: E402
 from benchmarks.study.plan import TIMING  # noqa: E402
 from benchmarks.study.scheduler import STOP_SECONDS, StudyLane, StudyScheduler, pack  # noqa: E402
-from benchmarks.study.studies import REAL  # noqa: E402
+from benchmarks.study.studies import REAL, STUDIES  # noqa: E402
 
 from intbmoe.compare.jobs import Process  # noqa: E402
 from intbmoe.train import RunDirectory, load  # noqa: E402
@@ -240,6 +240,22 @@ def test_rows_at_own_rates_take_each_method_where_it_is_best(plan, monkeypatch):
     assert {run["title"] for run in rows["vmoe"]} == {"V-MoE, 0.1"}
     assert {run["test"]["accuracy"] for run in rows["vmoe"]} == {0.6}
     assert {run["test"]["accuracy"] for run in rows["dense"]} == {0.5}
+
+
+def test_warm_ups_are_compared_in_steps_and_by_first_seeds(plan, monkeypatch):
+    def run(entry, warmup, value):
+        changed = study_plan.change(entry, [f"train.warmup={warmup}"])
+        return summary_of(changed, value)
+
+    dense, *_, later = [entry for entry in plan if entry.label == "dense"]
+    vmoe = next(entry for entry in plan if entry.label == "vmoe")
+    monkeypatch.setitem(STUDIES, "digits-warmup", replace(STUDIES["digits"], labels=("dense", "vmoe", "switch")))
+    found = {"digits": {"dense": [run(dense, 0.1, 0.5), run(later, 0.1, 0.9)], "vmoe": [run(vmoe, 0.1, 0.4)]}}
+    longer = [run(dense, 0.5, 0.6), run(dense, 0.75, 0.55), run(later, 0.5, 0.9), run(vmoe, 0.75, 0.3)]
+    longer = [{**one, "study": "digits-warmup"} for one in longer]
+    lines = study_tables.warmups_text("digits", found, longer).splitlines()
+    assert lines[0] == "| Method | 2 | 10 | 15 |"
+    assert lines[2:] == ["| Dense | 50.00 % | **60.00 %** | 55.00 % |", "| V-MoE | 40.00 % | – | 30.00 % |"]
 
 
 def test_a_second_call_adds_to_what_travels_back(tmp_path):

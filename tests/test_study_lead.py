@@ -13,7 +13,8 @@ from benchmarks.study import lead
 
 
 def run(label, seed, curve):
-    return summary("wikipedia", label, 4.5, seed, 1e8) | {"curve": curve, "steps": curve[-1][0]}
+    steps = {"steps": curve[-1][0], "epochs": 0.5, "recipe": {"train": {"warmup": 0.125}}}
+    return summary("wikipedia", label, 4.5, seed, 1e8) | {"curve": curve, **steps}
 
 
 def test_only_steps_and_seeds_that_both_have_count():
@@ -33,7 +34,10 @@ def test_each_training_has_a_panel_and_each_method_with_runs_a_line():
         "wikipedia-long": {"intbmoe": [run("intbmoe", 0, long)]},
     }
     picture = lead.draw(found)
-    assert [axes.get_title(loc="left") for axes in picture.figure.axes] == ["40 steps", "100 steps"]
+    assert [axes.get_title(loc="left") for axes in picture.figure.axes] == [
+        "40 steps, 10 of warm-up",
+        "100 steps, 25 of warm-up",
+    ]
     lines = [[line.get_label() for line in axes.get_lines()[1:]] for axes in picture.figure.axes]
     assert lines == [[found["wikipedia"]["deepseek"][0]["title"]], []]
     assert b"<svg" in picture.content("svg")

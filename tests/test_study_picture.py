@@ -17,7 +17,7 @@ from intbmoe.report.style import FAMILIES, PHONE_INCHES
 
 def summary(study, label, value, seed=0, flops=1e8, **changes):
     """The part of a run's summary that the picture needs."""
-    metric = {"tiny-imagenet": "accuracy", "wikipedia": "loss"}.get(study, "HR@10")
+    metric = {"tiny": "accuracy", "wikipedia": "loss"}.get(study.partition("-")[0], "HR@10")
     return {
         "study": study,
         "stage": "methods",
@@ -82,7 +82,7 @@ def test_ablations_alone_make_no_panel(summaries):
 
 def test_where_less_is_better_so_is_the_floor():
     floors = {"unigram": {"loss": 7.0}, "bigram": {"loss": 6.0}}
-    (panel,) = study_picture.gather([summary("wikipedia", "intbmoe", 4.0, floors=floors)])
+    (panel,) = study_picture.gather([summary("wikipedia-warmup", "intbmoe", 4.0, floors=floors)])
     assert (panel.floor, panel.error) == (("bigram", 6.0), 0)
     (axes,) = study_picture.draw([panel]).axes
     assert axes.get_xlabel() == "← better, loss on the test split"

@@ -1,4 +1,4 @@
-"""Draws how far IntBMoE is ahead of other methods while they train, for trainings on text of different lengths.
+"""Draws how far IntBMoE is ahead of other methods while they train on text, for different lengths and warm-ups.
 
     python -m benchmarks.study.lead                       # docs/images/study/lead.svg, if there are runs
 
@@ -12,7 +12,7 @@ from pathlib import Path
 from statistics import fmean
 
 from benchmarks.study.plan import RESULTS, read_summaries
-from benchmarks.study.rows import Rows, Runs, find_rows
+from benchmarks.study.rows import Rows, Runs, find_rows, warm_up_steps
 from benchmarks.study.studies import ONE_LAYER
 from matplotlib.axes import Axes
 
@@ -21,7 +21,7 @@ from intbmoe.report.canvas import Picture, make_panels, save_picture, tidy
 from intbmoe.report.style import BLUE, GREEN, INK, ORANGE, PHONE_INCHES, PHONE_POINTS, PINK
 
 OUTPUT = Path(__file__).parents[2] / "docs" / "images" / "study" / "lead.svg"
-STUDIES = ("wikipedia", "wikipedia-long", "wikipedia-whole")
+STUDIES = ("wikipedia", "wikipedia-warmup", "wikipedia-long", "wikipedia-whole")
 STYLES = {PLACED: (INK, "-"), "swiglu-wide": (BLUE, "--"), "deepseek": (GREEN, "-."), ONE_LAYER: (PINK, ":")}
 """Colour and dashes of each method."""
 SHOWN = -0.1, 0.4
@@ -49,7 +49,7 @@ def lead(runs: Runs, ours: Runs) -> Lead:
 
 
 def draw(found: Mapping[str, Rows]) -> Picture:
-    figure, grid = make_panels(len(found), PHONE_INCHES / 3, 3.2, "IntBMoE is ahead by, nats")
+    figure, grid = make_panels(len(found), PHONE_INCHES / 2, 2.6, "IntBMoE is ahead by, nats")
     for axes, rows in zip(grid, found.values(), strict=True):
         _draw_panel(axes, rows)
     handles = {line.get_label(): line for axes in grid for line in axes.get_lines() if line.get_label()[0] != "_"}
@@ -67,7 +67,7 @@ def _draw_panel(axes: Axes, rows: Rows) -> None:
     for label, (colour, dashes) in STYLES.items():
         if points := lead(rows.get(label, []), ours):
             axes.plot(*zip(*points, strict=True), color=colour, ls=dashes, lw=1.6, label=rows[label][0]["title"])
-    tidy(axes, f"{ours[0]['steps']:,} steps", grid="y")
+    tidy(axes, f"{ours[0]['steps']:,} steps, {warm_up_steps(ours[0]):,} of warm-up", grid="y")
     axes.set_ylim(*SHOWN)
     axes.set_xlim(0, ours[0]["steps"])
     axes.set_xticks([0, ours[0]["steps"] // 2, ours[0]["steps"]])

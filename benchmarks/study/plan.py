@@ -178,7 +178,7 @@ def _repeated(entries: Sequence[Entry], summaries: Sequence[Mapping[str, Any]]) 
     always = {"dense", "intbmoe", "dense-wide", "swiglu-wide", PLACED}
     methods = {entry.digest: entry.label for entry in entries if entry.stage in ("first", "methods")}
     found = [summary for summary in summaries if methods.get(summary["digest"], "dense") not in always]
-    found.sort(key=_goodness, reverse=True)
+    found.sort(key=goodness, reverse=True)
     return always | {summary["label"] for summary in found[:BASELINES_REPEATED]}
 
 
@@ -238,7 +238,7 @@ def choose_rates(summaries: Iterable[Mapping[str, Any]]) -> dict[str, float]:
     found: dict[tuple[str, float], list[float]] = {}
     for summary in summaries:
         if summary["stage"] == TUNING and summary["label"] in TUNED:
-            found.setdefault((summary["study"], summary["recipe"]["train"]["lr"]), []).append(_goodness(summary))
+            found.setdefault((summary["study"], summary["recipe"]["train"]["lr"]), []).append(goodness(summary))
     whole = {key: sum(values) / len(values) for key, values in found.items() if len(values) == len(TUNED)}
     studies = {study for study, _ in whole}
     return {study: max((value, rate) for (name, rate), value in whole.items() if name == study)[1] for study in studies}
@@ -253,7 +253,7 @@ def own_rates(name: str, summaries: Iterable[Mapping[str, Any]]) -> dict[str, fl
     rates = STUDIES[STUDIES[name].recipe].rates
     found = rates_of(name, summaries)
     whole = {label: runs for label, runs in found.items() if {*rates} <= {*runs}}
-    return {label: max(runs, key=lambda rate: _goodness(runs[rate])) for label, runs in whole.items()}
+    return {label: max(runs, key=lambda rate: goodness(runs[rate])) for label, runs in whole.items()}
 
 
 def rates_of(name: str, summaries: Iterable[Mapping[str, Any]]) -> dict[str, dict[float, Mapping[str, Any]]]:
@@ -270,7 +270,8 @@ def rates_of(name: str, summaries: Iterable[Mapping[str, Any]]) -> dict[str, dic
     return found
 
 
-def _goodness(summary: Mapping[str, Any]) -> float:
+def goodness(summary: Mapping[str, Any]) -> float:
+    """Returns the main metric on the validation split, negated if lower is better."""
     return summary["valid"][summary["metric"]] * (1 if summary["higher_is_better"] else -1)
 
 

@@ -58,6 +58,11 @@ def place(summary: Mapping[str, Any]) -> tuple[bool, int, list[str | int]]:
     return summary["label"] not in ORDER, ORDER.get(summary["method"], len(ORDER)), parts
 
 
+def warm_up_steps(run: Mapping[str, Any]) -> int:
+    """Returns how many steps the learning rate took to reach its peak."""
+    return round(run["recipe"]["train"]["warmup"] * run["steps"] / run["epochs"])
+
+
 def _groups(study: str, summaries: Sequence[Mapping[str, Any]]) -> list[Runs]:
     """Returns the study's runs, grouped by the settings that all methods share."""
     groups: dict[str, Runs] = {}

@@ -22,10 +22,11 @@ from benchmarks.study.attention import count_attention
 from benchmarks.study.claims import claims_text, name_unsteady, row_spreads, values_text
 from benchmarks.study.clock import TIMING
 from benchmarks.study.paper import gains
-from benchmarks.study.plan import CLASS_TOKEN, RESULTS, TUNED, TUNING, own_rates, rates_of, read_summaries
-from benchmarks.study.rows import ORDER, Rows, find_broken, find_rows, place, rows_at_own_rates
+from benchmarks.study.plan import CLASS_TOKEN, RESULTS, TUNED, TUNING, goodness, rates_of, read_summaries
+from benchmarks.study.rows import ORDER, Rows, find_broken, find_rows, place, rows_at_own_rates, warm_up_steps
 from benchmarks.study.studies import ONE_LAYER, REAL, STUDIES
 
+from intbmoe.recipes import load_recipe
 from intbmoe.recipes.sets import PLACED
 from intbmoe.report.numbers import NOTHING, flops_unit, format_metric
 from intbmoe.report.tables import Table
@@ -36,7 +37,8 @@ SECOND = {"accuracy": "accuracy5", "loss": "perplexity", "HR@10": "HR@10 new", "
 """The second metric shown for each main metric."""
 TITLES = {
     "tiny-imagenet": "Images: Tiny-ImageNet",
-    "wikipedia": "Text: Wikipedia",
+    "wikipedia-warmup": "Text: Wikipedia",
+    "wikipedia": "Text, with a short warm-up",
     "foursquare": "Places: Foursquare, New York",
     "foursquare-us": "Places: Foursquare, US",
     "checkins": "Places with context: Foursquare, New York",
@@ -50,6 +52,7 @@ NARROW, CONTROL = "Equal compute with one layer", "The backbone's FFN in the mix
 BESIDE = {PARAMETERS: "intbmoe", COMPUTE: "intbmoe", NARROW: ONE_LAYER, CONTROL: "dense", ABLATIONS: "intbmoe"}
 """For each table, in order, the row that it repeats from another table."""
 USUAL_SEEDS = 3
+PLACES = ("foursquare", "foursquare-us", "checkins", "checkins-us", "checkins-told", "yelp", "planted")
 BASES = {"dense": "over dense", PLACED: "over dense in its place", "intbmoe": "over IntBMoE"}
 
 
@@ -72,13 +75,14 @@ def make_parts(results: Path) -> dict[str, str]:
     """Returns the text between the markers of each name."""
     summaries = count_attention(read_summaries(results))
     earlier = count_attention(read_summaries(results / "earlier"))
-    parts = {study: study_text(study, summaries, read_timing(results, study)) for study in TITLES}
+    parts = {study: study_text(study, summaries, read_timing(results, STUDIES[study].recipe)) for study in TITLES}
     parts["tuning"] = tuning_text(summaries)
     parts["mixing"] = mixing_text([*summaries, *earlier])
     parts["settings"] = settings_text(summaries, earlier)
     parts["overview"] = overview_text(REAL, summaries)
     found = {study: find_rows(study, summaries)[0] for study in STUDIES}
-    parts["gains"] = gains(found, {"dense": "over dense", PLACED: "over dense in its place"}).markdown()
+    warmed = {**found, "wikipedia": found["wikipedia-warmup"]}
+    parts["gains"] = gains(warmed, {"dense": "over dense", PLACED: "over dense in its place"}).markdown()
     parts["ablations"] = gains(found, {"intbmoe": "here"}).markdown()
     for study in TITLES:
         rows = found[study]
@@ -86,7 +90,7 @@ def make_parts(results: Path) -> dict[str, str]:
         ablated = {label: runs for label, runs in rows.items() if label.startswith("intbmoe")}
         parts[f"claims-{study}"] = claims_text(shown, BASES, rows)
         parts[f"ablated-{study}"] = claims_text(ablated, {"intbmoe": "over the full method"}, rows)
-        if study not in ("tiny-imagenet", "wikipedia"):  # the main metrics of these two can tell methods apart
+        if study in PLACES:  # the hit rate tells few methods apart
             parts[f"loss-{study}"] = claims_text(shown, BASES, rows, "loss")
     parts["place"] = claims_text(_place_rows(found), {"dense": "over dense"}, found["tiny-imagenet"])
     for study in ("tiny-imagenet", "wikipedia"):
@@ -99,6 +103,8 @@ def make_parts(results: Path) -> dict[str, str]:
         parts[f"rates-{study}"] = rates_text(f"{study}-rates", summaries)
         own = rows_at_own_rates(f"{study}-rates", found, summaries)
         parts[f"own-{study}"] = claims_text(own, BASES, found[study])
+    for study in ("tiny-imagenet", "wikipedia", "foursquare"):
+        parts[f"warmups-{study}"] = warmups_text(study, found, summaries)
     for study in ("wikipedia-long", "tiny-imagenet-mixed"):
         parts[study] = claims_text(found[study], BASES, {})
     # One seed each, so the spread between seeds is that of runs nearly as long.
@@ -302,12 +308,14 @@ def _besides(rows: Rows, kind: str, what: str) -> list[str]:
 def _commands(found: Iterable[Mapping[str, Any]]) -> list[str]:
     """Returns a row's commands: one, or more if steps were compiled or captured for some of its seeds only.
 
-    These settings are not in the stored commands because a plan leaves them open; the stored recipes have them.
+    These settings are not in the stored commands because a plan leaves them open; the stored recipes have them. Nor is
+    the warm-up if the recipe had another one when the command was made.
     """
     groups: dict[str, list[Mapping[str, Any]]] = {}
     for run in found:
-        names = [name for name in ("compile", "capture") if run["recipe"]["train"][name]]
-        added = "".join(f" --train.{name} True" for name in names if f"--train.{name} " not in run["command"])
+        usual, own = load_recipe(STUDIES[run["study"]].recipe).train, run["recipe"]["train"]
+        names = [name for name in ("warmup", "compile", "capture") if own[name] != getattr(usual, name)]
+        added = "".join(f" --train.{name} {own[name]}" for name in names if f"--train.{name} " not in run["command"])
         groups.setdefault(added, []).append(run)
     return [_command(runs) + added for added, runs in groups.items()]
 
@@ -328,24 +336,41 @@ def tuning_text(summaries: Sequence[Mapping[str, Any]]) -> str:
 
 
 def rates_text(name: str, summaries: Sequence[Mapping[str, Any]]) -> str:
-    """Tabulates each method at the same rates, first seed, on validation; its best is bold once all are known."""
-    rates, found = STUDIES[STUDIES[name].recipe].rates, rates_of(name, summaries)
-    best, lines = own_rates(name, summaries), []
-    for label in STUDIES[name].labels:
+    """Tabulates each method at the same rates, first seed."""
+    return _tried_text(rates_of(name, summaries), STUDIES[name].labels, STUDIES[STUDIES[name].recipe].rates)
+
+
+def warmups_text(study: str, found: Mapping[str, Rows], summaries: Sequence[Mapping[str, Any]]) -> str:
+    """Tabulates each method with the study's warm-up and with longer ones, in steps, first seed."""
+    runs = [run for rows in found[study].values() for run in rows]
+    runs += [run for run in summaries if run["study"] == f"{study}-warmup"]
+    tried: dict[str, dict[float, Mapping[str, Any]]] = {}
+    for run in runs:
+        if run["seed"] == run["recipe"]["seeds"][0]:
+            tried.setdefault(run["label"], {})[warm_up_steps(run)] = run
+    steps = sorted({steps for runs_at in tried.values() for steps in runs_at})
+    return _tried_text(tried, STUDIES[f"{study}-warmup"].labels, steps)
+
+
+def _tried_text(
+    found: Mapping[str, Mapping[float, Mapping[str, Any]]], labels: Sequence[str], values: Sequence[float]
+) -> str:
+    """Tabulates runs by label and value of a setting, on validation; a row's best is bold once all are known."""
+    lines = []
+    for label in labels:
         if len(runs := found.get(label, {})) > 1:
-            values = {
-                rate: format_metric(run["metric"], run["valid"][run["metric"]], None) for rate, run in runs.items()
-            }
-            if label in best:
-                values[best[label]] = f"**{values[best[label]]}**"
-            lines.append([next(iter(runs.values()))["title"], *(values.get(rate, NOTHING) for rate in rates)])
-    return _markdown(["Method", *(f"{rate:g}" for rate in rates)], lines) if lines else "No run yet."
+            cells = {at: format_metric(run["metric"], run["valid"][run["metric"]], None) for at, run in runs.items()}
+            if {*values} <= {*runs}:
+                best = max(runs, key=lambda at: goodness(runs[at]))
+                cells[best] = f"**{cells[best]}**"
+            lines.append([next(iter(runs.values()))["title"], *(cells.get(at, NOTHING) for at in values)])
+    return _markdown(["Method", *(f"{at:g}" for at in values)], lines) if lines else "No run yet."
 
 
 def settings_text(summaries: Sequence[Mapping[str, Any]], earlier: Sequence[Mapping[str, Any]]) -> str:
     """Tabulates complete runs at settings that the other tables do not show, including earlier forms of methods."""
     lines = []
-    for study in REAL:
+    for study in TITLES:
         runs_shown = [*find_rows(study, summaries)[0].values(), find_broken(study, summaries)]
         shown = {run["digest"] for runs in runs_shown for run in runs}
         runs = [(run, "") for run in summaries if run["digest"] not in shown]
@@ -358,6 +383,7 @@ def settings_text(summaries: Sequence[Mapping[str, Any]], earlier: Sequence[Mapp
                 cells = [format_metric(name, run["test"][name]) for name in (metric, "loss")]
                 valid = format_metric(metric, run["valid"][metric])
                 setting = f"{_rate(run):g}" + (f", {mixed:.0%} mixed" if mixed else "")
+                setting += f", warm-up {warm_up_steps(run)} steps" if study.endswith("-warmup") else ""
                 lines.append([study, setting, run["title"] + form, str(run["seed"]), metric, cells[0], valid, cells[1]])
     return _markdown(["Study", "lr", "Method", "Seed", "Metric", "test", "valid", "loss, test"], lines)
 
