@@ -107,7 +107,7 @@ def compare(args: Unparsed) -> None:
                 "the comparison sets --train.seed itself: --seeds N takes the first N of the recipe's seeds "
                 f"({', '.join(map(str, recipe.seeds))}), which you can set in a .yaml file (seeds:)"
             )
-        settings = _without(args, "--methods", "--seeds", "--jobs", "--root")
+        settings = _without(args, "--methods", "--seeds", "--jobs", "--root", "--tune")
         status = run_comparison(recipe, options, settings, own)
     sys.exit(status)
 
@@ -222,10 +222,11 @@ def _with_commas(args: Sequence[str], option: str) -> list[str]:
 
 
 def _without(args: Sequence[str], *options: str) -> list[str]:
-    kept, values = [], iter(args)
-    for argument in values:
-        if argument in options:
-            next(values, None)
-        elif argument.partition("=")[0] not in options:
+    """Return ``args`` without ``options`` and the words after them."""
+    kept, left_out = [], False
+    for argument in args:
+        if argument.startswith("--"):
+            left_out = argument.partition("=")[0] in options
+        if not left_out:
             kept.append(argument)
     return kept

@@ -14,11 +14,13 @@ from rich.console import Console
 
 from intbmoe.compare.jobs import Failure, choose_jobs, run_jobs
 from intbmoe.compare.page import Comparison, write_comparison_page
-from intbmoe.compare.plan import CompareOptions, Job, Plan, choose_baseline, make_plan, sort_out
+from intbmoe.compare.plan import CompareOptions, Plan, choose_baseline, make_plan, sort_out
 from intbmoe.compare.summary import add_differences, make_rows, summarise
 from intbmoe.compare.table import brief_table, file_stem, floors_table, write_files
+from intbmoe.compare.tuning import choose, plan_trials, tuning_table
 from intbmoe.recipes.sets import PLACED, Options
 from intbmoe.registry import plugin_options
+from intbmoe.report.tables import Table
 from intbmoe.tasks import find_task, make_task
 from intbmoe.tasks.recipe import Recipe
 
@@ -34,11 +36,17 @@ def compare(recipe: Recipe, options: CompareOptions, settings: Sequence[str] = (
     console = Console(width=None if sys.stdout.isatty() else 160, highlight=False)
     plan = make_plan(make_task(recipe).resolve(), options, own)
     baseline = choose_baseline(plan.jobs, options.baseline)
-    waiting = [job for job in plan.jobs if not job.run.finished]
-    jobs = choose_jobs(plan, len(waiting), options.jobs)
-    _announce(console, plan, waiting, jobs, options)
+    failures, tuning = [], None
     try:
-        failures = run_jobs(plan, waiting, jobs, console) if waiting else []
+        if options.tune:
+            trials = plan_trials(plan, options.tune, options.root)
+            first = replace(plan, jobs=[trial.job for trial in trials])
+            failures = _train(console, first, options, f"tuning, {len(trials)} runs")
+            plan, tuning = choose(plan, trials, options.root)
+            if all(row["chosen"] for row in tuning["rows"]):
+                failures = []  # settings with which training fails are just not chosen
+            _show(console, tuning_table(tuning))
+        failures += _train(console, plan, options)
     except KeyboardInterrupt:
         console.print("Stopped; progress so far is saved. The same command resumes from there.")
         return 130
@@ -46,9 +54,9 @@ def compare(recipe: Recipe, options: CompareOptions, settings: Sequence[str] = (
     rows = make_rows(summarise(sound))
     if rows:
         add_differences(rows, sound, baseline)
-        chosen = [*_own_words(own), "--methods", options.methods, "--seeds", str(options.seeds)]
+        chosen = [*_own_words(own, options), "--methods", options.methods, "--seeds", str(options.seeds)]
         command = shlex.join(["intbmoe", "compare", *_with_root(plan, options, settings), *chosen])
-        _report(console, Comparison(plan, sound, rows, {}, left_out, options.methods, command))
+        _report(console, Comparison(plan, sound, rows, {}, left_out, options.methods, command, tuning=tuning))
     damaged = _tell_damaged(console, plan, left_out)
     _tell_failures(console, plan, failures)
     if not plan.jobs:
@@ -63,16 +71,14 @@ def _report(console: Console, comparison: Comparison) -> None:
     plan, rows = comparison.plan, comparison.rows
     task = find_task(plan.recipe.task)
     title, stem = f"{plan.recipe.name}: {task.metric} on the test split", file_stem(comparison.methods)
-    table = brief_table(rows, title, task.higher_is_better)
-    console.print(table.terminal(console.width))
-    for note in table.notes:
-        console.print(note, soft_wrap=not console.is_terminal)
-    written = write_files(plan.folder, stem, rows, title, task.higher_is_better)
+    _show(console, brief_table(rows, title, task.higher_is_better))
+    tuning = tuning_table(comparison.tuning) if comparison.tuning else None
+    written = write_files(plan.folder, stem, rows, title, task.higher_is_better, tuning=tuning)
     asked = make_task(plan.recipe)
     floors = asked.floors()  # after the table is written: on large data they take a while
     if floors:
         console.print(floors_table(floors, "Without learning").terminal(console.width))
-        written = write_files(plan.folder, stem, rows, title, task.higher_is_better, floors)
+        written = write_files(plan.folder, stem, rows, title, task.higher_is_better, floors, tuning)
     ceilings = asked.ceilings()
     if ceilings:
         console.print(floors_table(ceilings, "The best possible score", "Ceiling").terminal(console.width))
@@ -80,17 +86,26 @@ def _report(console: Console, comparison: Comparison) -> None:
     console.print("\nSaved:", *(f"\n  {path}" for path in written), sep="", markup=False, soft_wrap=True)
 
 
-def _announce(console: Console, plan: Plan, waiting: Sequence[Job], jobs: int, options: CompareOptions) -> None:
-    variants = len({job.variant.label for job in plan.jobs})
-    finished = len(plan.jobs) - len(waiting)
-    text = f"[bold]{plan.recipe.name}[/]: {variants} variants × {options.seeds} seed{'s' if options.seeds > 1 else ''}"
-    if finished:
-        text += f", {finished} of {len(plan.jobs)} runs already finished"
+def _show(console: Console, table: Table) -> None:
+    console.print(table.terminal(console.width))
+    for note in table.notes:
+        console.print(note, soft_wrap=not console.is_terminal)
+
+
+def _train(console: Console, plan: Plan, options: CompareOptions, about: str | None = None) -> list[Failure]:
+    """Train what is not finished, and say so; ``about`` describes the runs if they are not those of the comparison."""
+    waiting = [job for job in plan.jobs if not job.run.finished]
+    jobs = choose_jobs(plan, len(waiting), options.jobs)
+    variants, seeds = len({job.variant.label for job in plan.jobs}), f"seed{'s' if options.seeds > 1 else ''}"
+    text = f"[bold]{plan.recipe.name}[/]: {about or f'{variants} variants × {options.seeds} {seeds}'}"
+    if len(waiting) < len(plan.jobs):
+        text += f", {len(plan.jobs) - len(waiting)} of {len(plan.jobs)} runs already finished"
     if waiting:
         text += f"; {len(waiting)} to train, {jobs} at a time"
     console.print(text, soft_wrap=True)
-    for title, reason in plan.refused.items():
+    for title, reason in plan.refused.items() if about is None else ():
         console.print(f"left out: {title}: {reason}", markup=False, soft_wrap=True)
+    return run_jobs(plan, waiting, jobs, console) if waiting else []
 
 
 def _tell_failures(console: Console, plan: Plan, failures: Sequence[Failure]) -> None:
@@ -111,8 +126,8 @@ def _tell_damaged(console: Console, plan: Plan, left_out: Sequence[Mapping[str, 
     return len(damaged)
 
 
-def _own_words(own: Options) -> list[str]:
-    words = []
+def _own_words(own: Options, options: CompareOptions) -> list[str]:
+    words = ["--tune", *options.tune] if options.tune else []
     for method, given in own.items():
         for option, value in given.items():
             values = value if isinstance(value, list) else [value]
@@ -123,7 +138,7 @@ def _own_words(own: Options) -> list[str]:
 def what_next(plan: Plan, options: CompareOptions, settings: Sequence[str], own: Options | None = None) -> str:
     program = "intbmoe" if shutil.which("intbmoe") else _own_program()
     recipe = shlex.join(_with_root(plan, options, settings))
-    same = shlex.join([*_with_root(plan, options, settings), *_own_words(own or {})])
+    same = shlex.join([*_with_root(plan, options, settings), *_own_words(own or {}, options)])
     last = plan.jobs[-1]
     # Options belong to one method: the recipe's, if none is named.
     named = any(setting.startswith(("--moe.name", "--moe.options.")) for setting in settings)

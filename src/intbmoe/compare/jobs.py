@@ -263,7 +263,8 @@ class _Comparison(Scheduler):
         """Run the ordinary ``intbmoe train`` on a recipe file, so that the user can repeat it by hand if it fails."""
         self._say_if_waiting(job)
         folder = self.plan.folder / "jobs"
-        stem = f"{job.variant.label}-{job.seed}"
+        tuned = job.recipe.name.removeprefix(self.plan.recipe.name)
+        stem = f"{job.variant.label}-{job.seed}{tuned}"
         recipe, log = folder / f"{stem}.yaml", folder / f"{stem}.log"
         text = yaml.safe_dump(recipe_to_dict(job.recipe), sort_keys=False, allow_unicode=True)
         root = self.plan.folder.parent.parent
@@ -291,7 +292,7 @@ class _Comparison(Scheduler):
                 self._say(f"waiting  {job.title}: {conflict}")
 
     def progress(self, process: Process) -> None:
-        row, train = process.last_row(), self.plan.recipe.train
+        row, train = process.last_row(), process.job.recipe.train
         if "epoch" not in row:
             return
         if train.steps is None:

@@ -26,6 +26,7 @@ from intbmoe.compare.table import (
     protocol_notes,
     results_table,
 )
+from intbmoe.compare.tuning import tuning_table
 from intbmoe.files import replace_file, to_json
 from intbmoe.recipes.sets import SETS
 from intbmoe.report.numbers import NOTHING, format_difference, format_metric
@@ -54,6 +55,7 @@ class Comparison:
     methods: str  # as given to ``--methods``
     command: str
     ceilings: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    tuning: Mapping[str, Any] | None = None  # from ``tuning.choose``
 
 
 def collect(comparison: Comparison) -> dict[str, dict[str, Any]]:
@@ -72,6 +74,7 @@ def collect(comparison: Comparison) -> dict[str, dict[str, Any]]:
         "sets": _sets(plan.recipe, comparison.methods),
         "floors": {name: dict(values) for name, values in comparison.floors.items()},
         "ceilings": {name: dict(values) for name, values in comparison.ceilings.items()},
+        "tuning": comparison.tuning,
         "runs": [_traced(job, plan) for job in comparison.sound],
         "left_out": [*comparison.left_out, *refused],
     }
@@ -149,7 +152,12 @@ def comparison_page(data: Data, pictures: Path) -> Page:
     """Return the page, without parts that have no runs or pictures."""
     figures = {path.stem: read_figure(path, "data/") for path in sorted(pictures.glob("*.json"))}
     answer = answer_comparison(data)
-    sections = [_results(data, answer.leaders), *(_part(name, figures) for name in LEADS), _ablations(data)]
+    sections = [
+        _results(data, answer.leaders),
+        _tuning(data),
+        *(_part(name, figures) for name in LEADS),
+        _ablations(data),
+    ]
     sections += [*(_bounds(data, name) for name in BOUNDS), _left_out(data, figures), _runs(data)]
     overline = f"intbmoe compare · {data['recipe']} · --methods {data['methods']}"
     return Page(overline, answer, [section for section in sections if section is not None])
@@ -208,6 +216,12 @@ def _result_notes(data: Data, leaders: Sequence[str]) -> list[str]:
     if any(row["mean"] is None for row in data["rows"]):
         notes.append("A precomposed form is the same model with its blocks built once: same outputs, no new training.")
     return notes
+
+
+def _tuning(data: Data) -> Section | None:
+    lead = "Each method was trained with every combination of these settings; the best on validation was kept."
+    found = data.get("tuning")
+    return Section("tuning", "Tuning", lead, [tuning_table(found)]) if found else None
 
 
 def _ablations(data: Data) -> Section | None:

@@ -30,6 +30,8 @@ class CompareOptions(Checked):
     """Where runs are kept."""
     device: str | None = None
     """cpu, cuda or cuda:1, for all runs; None for all GPUs, or the CPU if there are none."""
+    tune: tuple[str, ...] = ()
+    """Settings that each method chooses for itself on the validation split: train.lr=1e-3,2e-3 train.warmup=0.1,0.5"""
 
 
 @dataclass(frozen=True)
@@ -74,7 +76,7 @@ def make_plan(recipe: Recipe, options: CompareOptions, own: Options | None = Non
         for seed in choose_seeds(recipe.seeds, options.seeds):
             seeded = replace(varied, train=replace(recipe.train, seed=seed))
             run = RunDirectory.of(seeded, options.root)
-            _require_same(run, seeded)
+            require_same(run, seeded)
             jobs.append(Job(variant, seeded, run))
     return Plan(recipe, options.root / recipe.name / "compare", jobs, refused, largest)
 
@@ -93,7 +95,7 @@ def choose_seeds(named: Sequence[int], number: int) -> list[int]:
     return list(dict.fromkeys([*named, *range(len(named) + number)]))[:number]
 
 
-def _require_same(run: RunDirectory, recipe: Recipe) -> None:
+def require_same(run: RunDirectory, recipe: Recipe) -> None:
     """Raise if the run has other settings: it must not be in the table."""
     if not run.begun or not run.config_path.is_file():
         return

@@ -226,11 +226,17 @@ def file_stem(methods: str) -> str:
 
 
 def write_files(
-    folder: Path, stem: str, rows: Sequence[Row], title: str, higher_is_better: bool, floors: Floors | None = None
+    folder: Path,
+    stem: str,
+    rows: Sequence[Row],
+    title: str,
+    higher_is_better: bool,
+    floors: Floors | None = None,
+    tuning: Table | None = None,
 ) -> list[Path]:
     folder.mkdir(parents=True, exist_ok=True)
     table = brief_table(rows, title, higher_is_better)
-    below = [floors_table(floors, "")] if floors else []
+    below = [*([floors_table(floors, "")] if floors else []), *([tuning] if tuning else [])]
     metrics = dict.fromkeys(name for row in rows for name in row["metrics"])
     columns = (*IN_CSV, *(column for name in metrics for column in (name, f"{name}_interval_95")))
     contents = {

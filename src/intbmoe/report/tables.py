@@ -137,8 +137,10 @@ class Table:
 
     def markdown_document(self, *below: "Table") -> str:
         """The table with its title and notes, and with other tables between them."""
-        parts = [f"**{self.title}**", self.markdown(), *(table.markdown() for table in below), *self.notes]
-        return "\n\n".join(parts) + "\n"
+        parts = [f"**{self.title}**", self.markdown()]
+        for table in below:
+            parts += [*([f"**{table.title}**"] if table.title else []), table.markdown(), *table.notes]
+        return "\n\n".join([*parts, *self.notes]) + "\n"
 
     def csv(self, names: Sequence[str] = (), line_end: str = "\n") -> str:
         """The records under a header, the values of lists separated by spaces; empty if there are no records."""
