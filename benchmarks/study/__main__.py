@@ -56,7 +56,7 @@ def main() -> int:
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Run as much of the study as fits into the time.")
     add = parser.add_argument
-    add("--only", nargs="+", choices=list(STUDIES), help="only these studies (default: the four of the report)")
+    add("--only", nargs="+", choices=list(STUDIES), help="only these studies (default: the main ones)")
     add("--stages", nargs="+", choices=[*plan.STAGES, plan.TUNING], help="only these stages")
     add("--set", action="append", default=[], help="key=value or study:key=value, for all methods")
     add("--plan", type=Path, help="a plan from --write-plan")

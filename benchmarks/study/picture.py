@@ -17,7 +17,7 @@ import numpy as np
 from benchmarks.study.attention import count_attention
 from benchmarks.study.plan import RESULTS, read_summaries
 from benchmarks.study.rows import Rows, find_rows
-from benchmarks.study.studies import ONE_LAYER, REAL
+from benchmarks.study.studies import FRONT, ONE_LAYER
 from benchmarks.study.tables import ABLATIONS, TITLES, table_of
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -74,7 +74,7 @@ def main() -> None:
     options = parser.parse_args()
     panels = gather(count_attention(read_summaries(options.results)))
     if not panels:
-        parser.error(f"{options.results} has no finished run of {', '.join(REAL)}")
+        parser.error(f"{options.results} has no finished run of {', '.join(FRONT)}")
     title = "What each method reaches, and what compute it takes"
     see, how = "The best method is on top.", "From the summaries of the study's runs."
     save_picture(Picture("study", title, see, how, draw(panels)), options.output)
@@ -82,7 +82,7 @@ def main() -> None:
 
 def gather(summaries: Sequence[Mapping[str, Any]]) -> list[Panel]:
     """Returns a panel for each study that has runs, with the runs that its tables show."""
-    rows = {study: find_rows(study, summaries)[0] for study in REAL}
+    rows = {study: find_rows(study, summaries)[0] for study in FRONT}
     return [panel for study, found in rows.items() if found and (panel := _panel(study, found)).points]
 
 

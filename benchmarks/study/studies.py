@@ -183,5 +183,6 @@ STUDIES = {
     "digits": Study("digits", {}, ("dense", "intbmoe", "vmoe"), 20, (1e-3, 2e-3), on_cpu=True, needs_data=False),
     "stdlib": Study("stdlib", {}, ("dense", "intbmoe", "deepseek"), 600, (5e-3, 1e-2), on_cpu=True, needs_data=False),
 }
-REAL = ("tiny-imagenet", "wikipedia-warmup", "foursquare", "foursquare-us")
-"""The studies in the table and the picture of the first page. On text, those with the better warm-up."""
+REAL = ("tiny-imagenet", "wikipedia", "wikipedia-warmup", "foursquare", "foursquare-us")
+FRONT = tuple(study for study in REAL if study != "wikipedia")
+"""The studies in the table and the picture of the first page. On text, that with the better warm-up."""

@@ -24,7 +24,7 @@ from benchmarks.study.clock import TIMING
 from benchmarks.study.paper import gains
 from benchmarks.study.plan import CLASS_TOKEN, RESULTS, TUNED, TUNING, goodness, rates_of, read_summaries
 from benchmarks.study.rows import ORDER, Rows, find_broken, find_rows, place, rows_at_own_rates, warm_up_steps
-from benchmarks.study.studies import ONE_LAYER, REAL, STUDIES
+from benchmarks.study.studies import FRONT, ONE_LAYER, STUDIES
 
 from intbmoe.recipes import load_recipe
 from intbmoe.recipes.sets import PLACED
@@ -79,7 +79,7 @@ def make_parts(results: Path) -> dict[str, str]:
     parts["tuning"] = tuning_text(summaries)
     parts["mixing"] = mixing_text([*summaries, *earlier])
     parts["settings"] = settings_text(summaries, earlier)
-    parts["overview"] = overview_text(REAL, summaries)
+    parts["overview"] = overview_text(FRONT, summaries)
     found = {study: find_rows(study, summaries)[0] for study in STUDIES}
     warmed = {**found, "wikipedia": found["wikipedia-warmup"]}
     parts["gains"] = gains(warmed, {"dense": "over dense", PLACED: "over dense in its place"}).markdown()
