@@ -29,7 +29,7 @@ def batches(count=3, tokens=64):
     return [torch.randn(2, tokens, DIM, dtype=torch.float64, generator=generator) for _ in range(count)]
 
 
-@pytest.fixture(scope="module", params=["mixtral", "switch"])
+@pytest.fixture(scope="module", params=["mixtral", "switch", "expert_choice"])
 def model(request):
     return Net(request.param, experts=4).double().eval()
 
@@ -107,6 +107,16 @@ def test_a_dense_layer_is_shared_out_exactly_and_cut_by_importance(method):
     assert fewer.mlp.active_parameters() < changed.mlp.active_parameters()
     before, after = (split_dense(model, batches(), loss, top_k=1, **{**sizes, "steps": n})[1][0].error for n in (0, 40))
     assert after < before
+
+
+def test_a_dense_layer_in_half_precision_is_shared_out_alike():
+    sizes = {"experts": 3, "shared": 0.2, "steps": 0}
+    model = Net("dense").double().eval()
+    exact, _ = split_dense(model, batches(), loss, top_k=1, **sizes)
+    half, _ = split_dense(Net("dense").bfloat16().eval(), [x.bfloat16() for x in batches()], loss, top_k=1, **sizes)
+    assert half.mlp.router.weight.dtype == torch.bfloat16
+    weights = exact.mlp.router.weight.detach(), half.mlp.router.weight.detach().double()
+    assert torch.nn.functional.cosine_similarity(*(weight.flatten() for weight in weights), dim=0) > 0.9
 
 
 def test_the_most_important_units_are_the_shared_ones():

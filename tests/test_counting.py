@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import intbmoe
-from intbmoe.counting import count_flops, formulation_difference, peak_memory
+from intbmoe.counting import count_flops, formulation_difference, peak_memory, shares_of
 
 DIM, HIDDEN, TOKENS = 8, 12, 6
 ONE_EXPERT = 2 * 2 * DIM * HIDDEN
@@ -31,6 +31,15 @@ def test_experts_are_counted_on_the_tokens_they_compute():
     layer = intbmoe.create("switch", DIM, HIDDEN, experts=3).eval()
     router = 2 * TOKENS * DIM * 3
     assert count_flops(layer, tokens(1, TOKENS)).executed == router + TOKENS * ONE_EXPERT
+
+
+def test_a_layer_that_gets_its_tokens_by_name_is_counted_alike():
+    class ByName(Host):
+        def forward(self, x):
+            return self.layer(x=x)
+
+    layer = intbmoe.create("lory", DIM, HIDDEN, experts=3, segment=2).eval()
+    assert shares_of(ByName(layer), (tokens(1, TOKENS),)) == shares_of(Host(layer), (tokens(1, TOKENS),))
 
 
 def test_choices_of_none_are_computed_by_no_expert():

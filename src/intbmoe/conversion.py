@@ -40,7 +40,6 @@ from intbmoe.checks import require
 from intbmoe.layer import MoELayer, Result, Routing, moe_layers, require_whole, unwrap
 from intbmoe.methods.dense import Dense
 from intbmoe.methods.intbmoe import IntBMoE
-from intbmoe.ops.permute import Permutation
 from intbmoe.parts.experts import ExpertsConfig, RoutedLayer, StackedExperts, StackedLinear
 from intbmoe.parts.router import mask_choices
 from intbmoe.parts.router import top_k as best_of
@@ -194,8 +193,9 @@ class SplitFFN(RoutedLayer):
                     part.bias.copy_(source.bias[0][units])
         if split.shared.down.bias is not None:
             split.shared.down.bias.copy_(dense.experts.down.bias)
-        norms = split.experts.batch(x.expand(experts, *x.shape)).norm(dim=-1).t()
+        norms = wide(split.experts.batch(x.expand(experts, *x.shape))).norm(dim=-1).t()
         wanted = (norms - norms.mean(0)) / norms.std(0).clamp(min=1e-12)
+        x = wide(x)
         gram = x.t() @ x
         gram = gram + torch.eye(c.dim).to(gram) * gram.diagonal().mean() * GRAM_EPS
         split.router.weight.copy_(torch.linalg.solve(gram, x.t() @ wanted).t())
@@ -289,10 +289,10 @@ class _Seen:
         self.squares = torch.zeros(experts, inputs, dtype=torch.float64)
 
     def look(self, part: nn.Module, args: tuple[Any, ...]) -> None:
-        z, way, plan = args
-        require(way == "rows" and isinstance(plan, Permutation), "way", way, "'rows': tokens sent to their experts")
+        z, way, *more = args
+        require(way in ("rows", "batch"), "way", way, "'rows' or 'batch': tokens sent to their experts")
         for e in range(len(self.load)):
-            rows = z.detach()[plan.group[: len(z)] == e].cpu().double()
+            rows = (z[e] if way == "batch" else z[more[0].group[: len(z)] == e]).detach().cpu().double()
             self.grams[e] += rows.t() @ rows
             self.load[e] += len(rows)
 

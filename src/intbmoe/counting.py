@@ -102,7 +102,10 @@ def _token_shapes(model: nn.Module, inputs: tuple[Any, ...]) -> dict[nn.Module, 
     """Run the model and return the shape (…, T) of each MoE layer's input."""
     shapes: dict[nn.Module, tuple[int, ...]] = {}
     hooks = [
-        layer.register_forward_pre_hook(lambda layer, args: shapes.update({layer: tuple(args[0].shape[:-1])}))
+        layer.register_forward_pre_hook(
+            lambda layer, args, named: shapes.update({layer: tuple((args[0] if args else named["x"]).shape[:-1])}),
+            with_kwargs=True,
+        )
         for _, layer in moe_layers(model)
     ]
     try:

@@ -221,6 +221,21 @@ def test_albert_is_refused():
         intbmoe.replace_ffn(hf.AlbertModel(config), "intbmoe", **SMALL)
 
 
+def test_tokens_given_by_name_are_refused_before_anything_changes():
+    class ByName(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.mlp = Mlp()
+
+        def forward(self, x):
+            return self.mlp(x=x)
+
+    model = ByName()
+    with pytest.raises(ValueError, match=r"mlp gets its tokens by name \(x=…\).*leave the name out"):
+        intbmoe.replace_ffn(model, "intbmoe", example=torch.randn(1, 3, 8), **SMALL)
+    assert not list(moe_layers(model))
+
+
 def test_an_example_shows_what_runs_twice():
     class Twice(nn.Module):
         def __init__(self):

@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from math import prod
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from intbmoe.layer import MoELayer, moe_layers
@@ -183,7 +183,11 @@ def _tokens(model: nn.Module, inputs: tuple, routed: Mapping[MoELayer, int]) -> 
         numbers.append(own / seen[-1] * layer.config.dim)
 
     layers = [layer for _, layer in moe_layers(model)]
-    hooks = [layer.register_forward_pre_hook(lambda _, x: seen.append(prod(x[0].shape[:-1]))) for layer in layers]
+
+    def see(layer: MoELayer, args: tuple[Tensor, ...], named: Mapping[str, Tensor]) -> None:
+        seen.append(prod((args[0] if args else named["x"]).shape[:-1]))
+
+    hooks = [layer.register_forward_pre_hook(see, with_kwargs=True) for layer in layers]
     for layer in routed:
         first = next(layer.experts.children())
         hooks.append(first.register_forward_pre_hook(lambda _, z, of=layer: count(z[1], prod(z[0].shape[:-1]), of)))

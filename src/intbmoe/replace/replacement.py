@@ -5,6 +5,7 @@ import re
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -178,10 +179,17 @@ def _flops(module: nn.Module, layer: MoELayer, dim: int, weight: Tensor) -> tupl
 def _run(model: nn.Module, ffns: list[FFN], example: Any) -> tuple[dict[str, Tensor], Tensor]:
     """Run ``example``; return the tokens that each FFN gets, and the model's first output."""
     seen: dict[str, list[Tensor]] = {ffn.name: [] for ffn in ffns}
+
+    def look(name: str, module: nn.Module, arguments: tuple[Any, ...], named: Mapping[str, Any]) -> None:
+        if not arguments:
+            raise ValueError(
+                f"{name} gets its tokens by name ({', '.join(named)}=…), but a mixture takes them as its first "
+                f"argument: leave the name out where {name} is called"
+            )
+        seen[name].append(arguments[0].detach())
+
     hooks = [
-        model.get_submodule(ffn.entry).register_forward_pre_hook(
-            lambda module, arguments, name=ffn.name: seen[name].append(arguments[0].detach())
-        )
+        model.get_submodule(ffn.entry).register_forward_pre_hook(partial(look, ffn.name), with_kwargs=True)
         for ffn in ffns
     ]
     try:
