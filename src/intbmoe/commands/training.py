@@ -90,14 +90,15 @@ def compare(args: Unparsed) -> None:
 
     Trains what is not finished, several runs side by side, and prints accuracy, parameters and FLOPs. --methods takes
     methods and sets (all, everything, ablations, compute, place, K, k, E, L). Every setting of the recipe is an option;
-    --options.METHOD.OPTION VALUE sets an option of a method other than the recipe's.
+    --options.METHOD.OPTION VALUE sets an option of a method other than the recipe's. --tune lets each method choose its
+    own learning rate, warm-up and so on.
     """
     with explained(KeyError, ValueError, ModuleNotFoundError):
         from intbmoe.commands.overrides import parse_recipe, take_method_options
         from intbmoe.compare.compare import compare as run_comparison
         from intbmoe.compare.plan import CompareOptions
 
-        own, args = take_method_options(_with_commas(args, "--methods"))
+        own, args = take_method_options(_joined(_with_commas(args, "--methods"), "--tune"))
         recipe, options = parse_recipe("compare", CompareOptions(), args, about(compare))
         use_device(options.device)
         if recipe.moe.label is not None:
@@ -107,7 +108,7 @@ def compare(args: Unparsed) -> None:
                 "the comparison sets --train.seed itself: --seeds N takes the first N of the recipe's seeds "
                 f"({', '.join(map(str, recipe.seeds))}), which you can set in a .yaml file (seeds:)"
             )
-        settings = _without(args, "--methods", "--seeds", "--jobs", "--root", "--tune")
+        settings = _without(args, "--methods", "--seeds", "--jobs", "--root", "--tune", "--baseline")
         status = run_comparison(recipe, options, settings, own)
     sys.exit(status)
 
@@ -219,6 +220,21 @@ def _with_commas(args: Sequence[str], option: str) -> list[str]:
         joined.append(argument)
         last = argument if argument.startswith("-") else last
     return joined
+
+
+def _joined(args: Sequence[str], option: str) -> list[str]:
+    """Put all lists of an option after its first mention; an empty one is an error."""
+    words, rest, taken, asked = [], [], False, False
+    for argument in args:
+        if argument.startswith("--"):
+            name, _, value = argument.partition("=")
+            taken = name == option
+            asked |= taken
+            argument = value if taken else argument
+        (words if taken else rest).extend([argument] if argument else [])
+    if asked and not words:
+        raise ValueError(f"{option} needs at least one list, such as {option} train.lr=1e-3,2e-3")
+    return [*rest, option, *words] if asked else rest
 
 
 def _without(args: Sequence[str], *options: str) -> list[str]:

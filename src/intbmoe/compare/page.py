@@ -25,6 +25,7 @@ from intbmoe.compare.table import (
     other_metric_cell,
     protocol_notes,
     results_table,
+    tuning_notes,
 )
 from intbmoe.compare.tuning import tuning_table
 from intbmoe.files import replace_file, to_json
@@ -56,6 +57,11 @@ class Comparison:
     command: str
     ceilings: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     tuning: Mapping[str, Any] | None = None  # from ``tuning.choose``
+
+    @property
+    def stem(self) -> str:
+        """The name of its files: with --tune another one, so that both comparisons can be read side by side."""
+        return file_stem(self.methods) + ("-tuned" if self.tuning else "")
 
 
 def collect(comparison: Comparison) -> dict[str, dict[str, Any]]:
@@ -124,7 +130,7 @@ def thin(points: Sequence[Any], most: int) -> list[Any]:
 
 def write_comparison_page(comparison: Comparison) -> Path:
     """Save the comparison's data, draw its pictures and write its page; return the page's path."""
-    folder = comparison.plan.folder / file_stem(comparison.methods)  # one per --methods, as its tables have their names
+    folder = comparison.plan.folder / comparison.stem  # one per --methods, as its tables have their names
     data = folder / "data"
     data.mkdir(parents=True, exist_ok=True)
     for name, content in collect(comparison).items():
@@ -208,7 +214,7 @@ def _result_notes(data: Data, leaders: Sequence[str]) -> list[str]:
     ]
     if any(row["method"] == "intbmoe" for row in data["rows"]):
         notes.insert(0, "★: IntBMoE and its variants.")
-    notes += protocol_notes(data["rows"])
+    notes += [*protocol_notes(data["rows"]), *tuning_notes(data["rows"])]
     if leaders:
         notes.insert(0, "Tinted rows: the best mean, and what cannot be distinguished from it.")
     if any(row["active_experts"] is not None for row in data["rows"]):
@@ -219,7 +225,7 @@ def _result_notes(data: Data, leaders: Sequence[str]) -> list[str]:
 
 
 def _tuning(data: Data) -> Section | None:
-    lead = "Each method was trained with every combination of these settings; the best on validation was kept."
+    lead = "With which settings is each method best? Every combination was trained with one seed."
     found = data.get("tuning")
     return Section("tuning", "Tuning", lead, [tuning_table(found)]) if found else None
 

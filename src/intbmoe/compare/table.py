@@ -9,6 +9,7 @@ from typing import Any
 
 from intbmoe.compare.pairs import find_unsteady
 from intbmoe.compare.summary import Row, trained_rows
+from intbmoe.compare.tuning import SELECTED
 from intbmoe.layer import OnePer
 from intbmoe.report.numbers import NOTHING, flops_unit, format_difference, format_metric
 from intbmoe.report.tables import Cell, Column, Span, Table
@@ -54,7 +55,7 @@ def results_table(rows: Sequence[Row], title: str, order: str | None = None, **m
     scale = _scale(trained_rows(rows))
     cells = [
         [
-            Cell(row["title"], row["title"], href=f"#run-{anchor(row['label'])}"),
+            Cell(row["title"], row["title"], href=f"#run-{anchor(row['label'])}", small=row.get("settings")),
             _metric_cell(row, scale),
             *([_difference_cell(row)] if against else []),
             *(_share_cell(row, name) for name in SHARES),
@@ -192,7 +193,7 @@ def notes(rows: Sequence[Row]) -> list[str]:
         told.append("One seed, so no interval: differences of this size may be chance (--seeds 3 gives intervals).")
     told += difference_notes(rows)
     told.append(f"FLOPs: one example, {WITH_ATTENTION}. Seconds: training, one run.")
-    told += protocol_notes(rows)
+    told += [*protocol_notes(rows), *tuning_notes(rows)]
     active = [f"{row['title']} {row['active_experts']:.2f}" for row in rows if row["active_experts"] is not None]
     if active:
         told.append(f"~: at the average experts of a test token, which the router decides: {', '.join(active)}.")
@@ -206,6 +207,14 @@ def by_students_t(rows: Sequence[Row]) -> str:
     unsteady = [rows[place]["title"] for place in sorted(find_unsteady(values))]
     wide = f", except for {' and '.join(unsteady)}, whose seeds differ much more" if unsteady else ""
     return f"by Student's t, with the spread of all methods pooled{wide}"
+
+
+def tuning_notes(rows: Sequence[Row]) -> list[str]:
+    return (
+        [f"Each method has settings of its own, chosen on the validation split. {SELECTED}"]
+        if rows[0].get("settings")
+        else []
+    )
 
 
 def protocol_notes(rows: Sequence[Row]) -> list[str]:
@@ -239,6 +248,7 @@ def write_files(
     below = [*([floors_table(floors, "")] if floors else []), *([tuning] if tuning else [])]
     metrics = dict.fromkeys(name for row in rows for name in row["metrics"])
     columns = (*IN_CSV, *(column for name in metrics for column in (name, f"{name}_interval_95")))
+    columns += ("settings",) if tuning else ()
     contents = {
         "csv": table.csv(columns, line_end="\r\n"),
         "json": table.json(),
