@@ -103,10 +103,10 @@ def make_parts(results: Path) -> dict[str, str]:
         parts[f"rates-{study}"] = rates_text(f"{study}-rates", summaries)
         own = rows_at_own_rates(f"{study}-rates", found, summaries)
         parts[f"own-{study}"] = claims_text(own, BASES, found[study])
-    for study in ("tiny-imagenet", "wikipedia", "foursquare"):
         parts[f"warmups-{study}"] = warmups_text(study, found, summaries)
     for study in ("wikipedia-long", "tiny-imagenet-mixed"):
         parts[study] = claims_text(found[study], BASES, {})
+    parts["foursquare-warmup"] = claims_text(found["foursquare-warmup"], BASES, {}, "loss")
     # One seed each, so the spread between seeds is that of runs nearly as long.
     long = {f"{label} long": runs for label, runs in found["wikipedia-long"].items()}
     parts["wikipedia-whole"] = claims_text(found["wikipedia-whole"], BASES, long)
