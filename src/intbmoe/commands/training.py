@@ -223,15 +223,19 @@ def _with_commas(args: Sequence[str], option: str) -> list[str]:
 
 
 def _joined(args: Sequence[str], option: str) -> list[str]:
-    """Put all lists of an option after its first mention; an empty one is an error."""
+    """Put the lists of all mentions of an option into one, at the end; none at all is an error."""
     words, rest, taken, asked = [], [], False, False
     for argument in args:
+        name, equals, value = argument.partition("=")
         if argument.startswith("--"):
-            name, _, value = argument.partition("=")
             taken = name == option
             asked |= taken
-            argument = value if taken else argument
-        (words if taken else rest).extend([argument] if argument else [])
+        if not taken:
+            rest.append(argument)
+        elif name != option:
+            words.append(argument)
+        elif equals:
+            words.append(value)
     if asked and not words:
         raise ValueError(f"{option} needs at least one list, such as {option} train.lr=1e-3,2e-3")
     return [*rest, option, *words] if asked else rest
