@@ -16,10 +16,10 @@ HOUSE = Path(__file__).parents[1]
 sys.path.insert(0, str(HOUSE))
 
 from benchmarks.study import __main__ as study  # noqa: E402
-from benchmarks.study import paper as study_paper  # noqa: E402
 from benchmarks.study import plan as study_plan  # noqa: E402
 from benchmarks.study import rows as study_rows  # noqa: E402
 from benchmarks.study import tables as study_tables  # noqa: E402
+from benchmarks.study import tried as study_tried  # noqa: E402
 from benchmarks.study.attention import count_attention  # noqa: E402
 from benchmarks.study.clock import START_SECONDS, Clock  # noqa: E402
 from benchmarks.study.plan import TIMING  # noqa: E402
@@ -225,7 +225,7 @@ def test_a_run_that_broke_down_is_named_but_neither_shown_nor_part_of_the_spread
         "Left out: V-MoE, seed 0, which broke down (test loss 2.1)."
     ]
     assert text.replace("Left out: V-MoE, seed 0, which broke down (test loss 2.1).\n\n", "") == whole
-    assert "V-MoE" not in study_tables.settings_text(runs, [])
+    assert "V-MoE" not in study_tried.settings_text(["digits"], runs, [])
 
 
 def test_rows_at_own_rates_take_each_method_where_it_is_best(plan, monkeypatch):
@@ -253,7 +253,7 @@ def test_warm_ups_are_compared_in_steps_and_by_first_seeds(plan, monkeypatch):
     found = {"digits": {"dense": [run(dense, 0.1, 0.5), run(later, 0.1, 0.9)], "vmoe": [run(vmoe, 0.1, 0.4)]}}
     longer = [run(dense, 0.5, 0.6), run(dense, 0.75, 0.55), run(later, 0.5, 0.9), run(vmoe, 0.75, 0.3)]
     longer = [{**one, "study": "digits-warmup"} for one in longer]
-    lines = study_tables.warmups_text("digits", found, longer).splitlines()
+    lines = study_tried.warmups_text("digits", found, longer).splitlines()
     assert lines[0] == "| Method | 2 | 10 | 15 |"
     assert lines[2:] == ["| Dense | 50.00 % | **60.00 %** | 55.00 % |", "| V-MoE | 40.00 % | – | 30.00 % |"]
 
@@ -359,33 +359,6 @@ def test_a_run_that_ends_when_it_is_asked_to_stop_counts_as_finished(plan, tmp_p
     assert "1 finished, 0 failed, 1 stopped, 0 wait" in told
     with tarfile.open(tmp_path / "pack" / "study.tar") as tar:
         assert tar.getnames() == [plan[0].file]
-
-
-def texts(table):
-    return [column.title for column in table.columns], [[cell.text for cell in row] for row in table.rows]
-
-
-def test_gains_are_above_zero_where_a_method_is_better_than_the_base():
-    def runs(title, metric, *values):
-        return [{"title": title, "seed": seed, "metric": metric, "test": {metric: v}} for seed, v in enumerate(values)]
-
-    found = {
-        "tiny-imagenet": {
-            "dense": runs("Dense", "accuracy", 0.30, 0.32),
-            "dense-placed": runs("Placed", "accuracy", 0.32, 0.32),
-            "intbmoe": runs("IntBMoE", "accuracy", 0.34, 0.35),
-            "vmoe": runs("V-MoE", "accuracy", 0.31),
-        },
-        "wikipedia": {"dense": runs("Dense", "loss", 4.9), "intbmoe": runs("IntBMoE", "loss", 4.5)},
-    }
-    head, rows = texts(study_paper.gains(found, {"dense": "over dense", "dense-placed": "over placed"}))
-    assert head[:4] == ["Method", "Tiny-ImageNet, over dense", "Tiny-ImageNet, over placed", "ImageNet, paper"]
-    assert rows == [
-        ["V-MoE", "+1.00", "−1.00", "+5.27", "–", "–", "–"],  # against dense's run of the same seed, not dense's mean
-        ["IntBMoE", "+3.50", "+2.50", "+7.36", "+0.400", "–", "+0.133"],  # the paper's against the first base
-    ]
-    found["wikipedia"]["intbmoe-no_gate"] = runs("no gate", "loss", 4.6)
-    assert texts(study_paper.gains(found, {"intbmoe": "here"}))[1] == [["no gate", "–", "−5.72", "−0.100", "−0.086"]]
 
 
 @pytest.mark.slow

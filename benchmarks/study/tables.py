@@ -22,9 +22,10 @@ from benchmarks.study.attention import count_attention
 from benchmarks.study.claims import claims_text, name_unsteady, row_spreads, values_text
 from benchmarks.study.clock import TIMING
 from benchmarks.study.paper import gains
-from benchmarks.study.plan import CLASS_TOKEN, RESULTS, TUNED, TUNING, goodness, rates_of, read_summaries
-from benchmarks.study.rows import ORDER, Rows, find_broken, find_rows, place, rows_at_own_rates, warm_up_steps
+from benchmarks.study.plan import CLASS_TOKEN, RESULTS, TUNED, read_summaries
+from benchmarks.study.rows import ORDER, Rows, find_broken, find_rows, rows_at_own_rates
 from benchmarks.study.studies import FRONT, ONE_LAYER, STUDIES
+from benchmarks.study.tried import markdown, mixing_text, rates_text, settings_text, tuning_text, warmups_text
 
 from intbmoe.recipes import load_recipe
 from intbmoe.recipes.sets import PLACED
@@ -52,7 +53,6 @@ NARROW, CONTROL = "Equal compute with one layer", "The backbone's FFN in the mix
 BESIDE = {PARAMETERS: "intbmoe", COMPUTE: "intbmoe", NARROW: ONE_LAYER, CONTROL: "dense", ABLATIONS: "intbmoe"}
 """For each table, in order, the row that it repeats from another table."""
 USUAL_SEEDS = 3
-PLACES = ("foursquare", "foursquare-us", "checkins", "checkins-us", "checkins-told", "yelp", "planted")
 BASES = {"dense": "over dense", PLACED: "over dense in its place", "intbmoe": "over IntBMoE"}
 
 
@@ -78,10 +78,10 @@ def make_parts(results: Path) -> dict[str, str]:
     parts = {study: study_text(study, summaries, read_timing(results, STUDIES[study].recipe)) for study in TITLES}
     parts["tuning"] = tuning_text(summaries)
     parts["mixing"] = mixing_text([*summaries, *earlier])
-    parts["settings"] = settings_text(summaries, earlier)
+    parts["settings"] = settings_text(TITLES, summaries, earlier)
     parts["overview"] = overview_text(FRONT, summaries)
     found = {study: find_rows(study, summaries)[0] for study in STUDIES}
-    warmed = {**found, "wikipedia": found["wikipedia-warmup"]}
+    warmed = {**found, "wikipedia": found["wikipedia-warmup"]}  # ablations were trained only with the short warm-up
     parts["gains"] = gains(warmed, {"dense": "over dense", PLACED: "over dense in its place"}).markdown()
     parts["ablations"] = gains(found, {"intbmoe": "here"}).markdown()
     for study in TITLES:
@@ -90,7 +90,7 @@ def make_parts(results: Path) -> dict[str, str]:
         ablated = {label: runs for label, runs in rows.items() if label.startswith("intbmoe")}
         parts[f"claims-{study}"] = claims_text(shown, BASES, rows)
         parts[f"ablated-{study}"] = claims_text(ablated, {"intbmoe": "over the full method"}, rows)
-        if study in PLACES:  # the hit rate tells few methods apart
+        if not study.startswith(("tiny-imagenet", "wikipedia")):  # the hit rate tells few methods apart
             parts[f"loss-{study}"] = claims_text(shown, BASES, rows, "loss")
     parts["place"] = claims_text(_place_rows(found), {"dense": "over dense"}, found["tiny-imagenet"])
     for study in ("tiny-imagenet", "wikipedia"):
@@ -205,7 +205,7 @@ def overview_text(studies: Sequence[str], summaries: Sequence[Mapping[str, Any]]
         other = f"{rows[best][0]['title']} {values[best]}" if best else NOTHING
         plain, placed, wide = (values.get(label, NOTHING) for label in ("dense", PLACED, "swiglu-wide"))
         lines.append([f"{TITLES[study]}, {metric}", plain, placed, other, values["intbmoe"], wide])
-    return _markdown(header, lines)
+    return markdown(header, lines)
 
 
 def _shown_metrics(metric: str) -> list[tuple[str, str]]:
@@ -266,10 +266,6 @@ def _mean(found: Sequence[Mapping[str, Any]], split: str, metric: str) -> float:
     return fmean(row[split][metric] for row in found)
 
 
-def _markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    return Table.of_texts("", header, rows).markdown() if rows else "No run yet."
-
-
 def _about(runs: Sequence[Mapping[str, Any]], timing: Mapping[str, Any]) -> str:
     first = runs[0]
     machines = sorted({run["environment"]["device"] for run in runs})
@@ -311,9 +307,10 @@ def _commands(found: Iterable[Mapping[str, Any]]) -> list[str]:
     These settings are not in the stored commands because a plan leaves them open; the stored recipes have them. Nor is
     the warm-up if the recipe had another one when the command was made.
     """
-    groups: dict[str, list[Mapping[str, Any]]] = {}
+    found, groups = list(found), {}
+    usual = load_recipe(STUDIES[found[0]["study"]].recipe).train
     for run in found:
-        usual, own = load_recipe(STUDIES[run["study"]].recipe).train, run["recipe"]["train"]
+        own = run["recipe"]["train"]
         names = [name for name in ("warmup", "compile", "capture") if own[name] != getattr(usual, name)]
         added = "".join(f" --train.{name} {own[name]}" for name in names if f"--train.{name} " not in run["command"])
         groups.setdefault(added, []).append(run)
@@ -324,91 +321,6 @@ def _command(found: Sequence[Mapping[str, Any]]) -> str:
     seeds = [str(run["seed"]) for run in found]
     several = seeds[0] if len(seeds) == 1 else "{" + ",".join(seeds) + "}"
     return re.sub(r"--train\.seed \d+", f"--train.seed {several}", found[0]["command"])
-
-
-def tuning_text(summaries: Sequence[Mapping[str, Any]]) -> str:
-    runs, lines = [summary for summary in summaries if summary["stage"] == TUNING], []
-    for run in sorted(runs, key=lambda run: (run["study"], run["recipe"]["train"]["lr"], run["label"])):
-        value = format_metric(run["metric"], run["valid"][run["metric"]], None)
-        rate = f"{run['recipe']['train']['lr']:g}"
-        lines.append([run["study"], rate, run["title"], f"{run['steps']:,}", run["metric"], value])
-    return _markdown(["Study", "lr", "Method", "Steps", "Metric", "valid"], lines)
-
-
-def rates_text(name: str, summaries: Sequence[Mapping[str, Any]]) -> str:
-    """Tabulates each method at the same rates, first seed."""
-    return _tried_text(rates_of(name, summaries), STUDIES[name].labels, STUDIES[STUDIES[name].recipe].rates)
-
-
-def warmups_text(study: str, found: Mapping[str, Rows], summaries: Sequence[Mapping[str, Any]]) -> str:
-    """Tabulates each method with the study's warm-up and with longer ones, in steps, first seed."""
-    runs = [run for rows in found[study].values() for run in rows]
-    runs += [run for run in summaries if run["study"] == f"{study}-warmup"]
-    tried: dict[str, dict[float, Mapping[str, Any]]] = {}
-    for run in runs:
-        if run["seed"] == run["recipe"]["seeds"][0]:
-            tried.setdefault(run["label"], {})[warm_up_steps(run)] = run
-    steps = sorted({steps for runs_at in tried.values() for steps in runs_at})
-    return _tried_text(tried, STUDIES[f"{study}-warmup"].labels, steps)
-
-
-def _tried_text(
-    found: Mapping[str, Mapping[float, Mapping[str, Any]]], labels: Sequence[str], values: Sequence[float]
-) -> str:
-    """Tabulates runs by label and value of a setting, on validation; a row's best is bold once all are known."""
-    lines = []
-    for label in labels:
-        if len(runs := found.get(label, {})) > 1:
-            cells = {at: format_metric(run["metric"], run["valid"][run["metric"]], None) for at, run in runs.items()}
-            if {*values} <= {*runs}:
-                best = max(runs, key=lambda at: goodness(runs[at]))
-                cells[best] = f"**{cells[best]}**"
-            lines.append([next(iter(runs.values()))["title"], *(cells.get(at, NOTHING) for at in values)])
-    return _markdown(["Method", *(f"{at:g}" for at in values)], lines) if lines else "No run yet."
-
-
-def settings_text(summaries: Sequence[Mapping[str, Any]], earlier: Sequence[Mapping[str, Any]]) -> str:
-    """Tabulates complete runs at settings that the other tables do not show, including earlier forms of methods."""
-    lines = []
-    for study in TITLES:
-        runs_shown = [*find_rows(study, summaries)[0].values(), find_broken(study, summaries)]
-        shown = {run["digest"] for runs in runs_shown for run in runs}
-        runs = [(run, "") for run in summaries if run["digest"] not in shown]
-        runs += [(run, ", earlier form") for run in earlier]
-        for run, form in sorted(
-            runs, key=lambda pair: (_rate(pair[0]), _mixed(pair[0]), place(pair[0]), pair[0]["seed"])
-        ):
-            if run["study"] == study and run["stage"] != TUNING:
-                metric, mixed = run["metric"], _mixed(run)
-                cells = [format_metric(name, run["test"][name]) for name in (metric, "loss")]
-                valid = format_metric(metric, run["valid"][metric])
-                setting = f"{_rate(run):g}" + (f", {mixed:.0%} mixed" if mixed else "")
-                setting += f", warm-up {warm_up_steps(run)} steps" if study.endswith("-warmup") else ""
-                lines.append([study, setting, run["title"] + form, str(run["seed"]), metric, cells[0], valid, cells[1]])
-    return _markdown(["Study", "lr", "Method", "Seed", "Metric", "test", "valid", "loss, test"], lines)
-
-
-def _rate(run: Mapping[str, Any]) -> float:
-    return run["recipe"]["train"]["lr"]
-
-
-def _mixed(run: Mapping[str, Any]) -> float:
-    return run["recipe"]["data"].get("augmentation", {}).get("mix_probability", 0.0)
-
-
-def mixing_text(summaries: Sequence[Mapping[str, Any]]) -> str:
-    """Tabulates the runs by which the share of mixed batches was chosen, on the validation split."""
-    found: dict[float, dict[str, float]] = {}
-    for summary in summaries:
-        if summary["study"] == "tiny-imagenet" and summary["stage"] == "first" and summary["seed"] == 0:
-            mix = summary["recipe"]["data"]["augmentation"]["mix_probability"]
-            found.setdefault(mix, {})[summary["title"]] = summary["valid"][summary["metric"]]
-    titles = sorted({title for values in found.values() for title in values})
-    lines = []
-    for mix, values in sorted(found.items()):
-        cells = [format_metric("accuracy", values[title], None) if title in values else NOTHING for title in titles]
-        lines.append([f"{mix:g}", *cells])
-    return _markdown(["Batches mixed", *titles], lines)
 
 
 if __name__ == "__main__":
