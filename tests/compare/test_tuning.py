@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from intbmoe.cli import main
-from intbmoe.commands.training import _joined
+from intbmoe.commands.training import _gather
 from intbmoe.compare import tuning
 from intbmoe.compare.plan import CompareOptions, make_plan
 from intbmoe.recipes import load_recipe
@@ -221,7 +221,29 @@ def test_the_report_says_which_settings_each_method_has(plan, tmp_path, monkeypa
 
 
 def test_lists_of_several_options_add_up_and_none_is_an_error():
-    joined = _joined(["digits", "--tune", "a=1,2", "--seeds", "3", "--tune=b=1,2", "c=1,2"], "--tune")
-    assert joined == ["digits", "--seeds", "3", "--tune", "a=1,2", "b=1,2", "c=1,2"]
-    assert _joined(["digits", "--name", ""], "--tune") == ["digits", "--name", ""]
-    assert "--tune needs at least one list, such as --tune train.lr=1e-3,2e-3" in str(compare("--tune --methods dense"))
+    gathered = _gather(["digits", "--tune", "a=1,2", "--seeds", "3", "--tune=b=1,2", "c=1,2"], "--tune")
+    assert gathered == ["digits", "--seeds", "3", "--tune", "a=1,2", "b=1,2", "c=1,2"]
+    assert _gather(["digits", "--name", ""], "--tune") == ["digits", "--name", ""]
+    assert _gather(["digits", "--methods", "dense", "mass", "-h"], "--methods", ",")[-2:] == ["--methods", "dense,mass"]
+    assert "--tune needs a value: intbmoe compare --help" in str(compare("--tune --methods dense"))
+
+
+def test_a_damaged_trial_is_a_failure_and_its_reason_is_told(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    words = "--methods dense --tune train.lr=1e-3,1e-2"
+    assert compare(words) == 0
+    (tmp_path / "runs" / "digits-lr0.01" / "dense" / "0" / "model.safetensors").write_bytes(b"")
+    assert compare(words) == 1
+    said = capsys.readouterr().out
+    assert re.search(r"Dense +\d+.\d\d % +failed +lr 0.001", said)
+    assert re.search(
+        r"FAILED Dense, lr 0.01, seed 0; the end of runs/digits-lr0.01/dense/0:\n +\| .*model.safetensors", said
+    )
+
+
+def test_if_every_method_is_refused_there_is_nothing_to_tune(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as end:
+        main(["compare", "stdlib", "--methods", "soft", "--tune", "train.lr=1e-3,1e-2"])
+    assert end.value.code == 1
+    assert "leaves nothing to compare: choose others" in capsys.readouterr().out

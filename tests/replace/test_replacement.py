@@ -221,32 +221,27 @@ def test_albert_is_refused():
         intbmoe.replace_ffn(hf.AlbertModel(config), "intbmoe", **SMALL)
 
 
+class Calls(nn.Module):
+    """Calls its FFN in a way of its own."""
+
+    def __init__(self, call):
+        super().__init__()
+        self.mlp, self.call = Mlp(), call
+
+    def forward(self, x):
+        return self.call(self.mlp, x)
+
+
 def test_tokens_given_by_name_are_refused_before_anything_changes():
-    class ByName(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.mlp = Mlp()
-
-        def forward(self, x):
-            return self.mlp(x=x)
-
-    model = ByName()
+    model = Calls(lambda mlp, x: mlp(x=x))
     with pytest.raises(ValueError, match=r"mlp gets its tokens by name \(x=…\).*leave the name out"):
         intbmoe.replace_ffn(model, "intbmoe", example=torch.randn(1, 3, 8), **SMALL)
     assert not list(moe_layers(model))
 
 
 def test_an_example_shows_what_runs_twice():
-    class Twice(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.mlp = Mlp()
-
-        def forward(self, x):
-            return self.mlp(self.mlp(x))
-
     with pytest.raises(ValueError, match="mlp ran 2 times in one forward of the example"):
-        intbmoe.replace_ffn(Twice(), "intbmoe", example=torch.randn(2, 3, 8), **SMALL)
+        intbmoe.replace_ffn(Calls(lambda mlp, x: mlp(mlp(x))), "intbmoe", example=torch.randn(2, 3, 8), **SMALL)
 
 
 @pytest.mark.parametrize("name", ["bert", "opt"])

@@ -98,7 +98,7 @@ def compare(args: Unparsed) -> None:
         from intbmoe.compare.compare import compare as run_comparison
         from intbmoe.compare.plan import CompareOptions
 
-        own, args = take_method_options(_joined(_with_commas(args, "--methods"), "--tune"))
+        own, args = take_method_options(_gather(_gather(args, "--methods", ","), "--tune"))
         recipe, options = parse_recipe("compare", CompareOptions(), args, about(compare))
         use_device(options.device)
         if recipe.moe.label is not None:
@@ -210,24 +210,15 @@ def prepare(
     say(f"ready: {target}\ntrain on it: intbmoe train {name} --data.path {shlex.quote(str(target))}")
 
 
-def _with_commas(args: Sequence[str], option: str) -> list[str]:
-    """Join the words after ``option`` with commas: ``--methods dense switch`` means ``--methods dense,switch``."""
-    joined, last = [], None
-    for argument in args:
-        if last == option and not argument.startswith("-") and joined[-1] != option:
-            joined[-1] += f",{argument}"
-            continue
-        joined.append(argument)
-        last = argument if argument.startswith("-") else last
-    return joined
+def _gather(args: Sequence[str], option: str, separator: str | None = None) -> list[str]:
+    """Put the words after all mentions of an option behind one at the end, joined if there is a separator.
 
-
-def _joined(args: Sequence[str], option: str) -> list[str]:
-    """Put the lists of all mentions of an option into one, at the end; none at all is an error."""
+    So ``--methods dense switch`` means ``--methods dense,switch``, and a second ``--tune`` adds to the first.
+    """
     words, rest, taken, asked = [], [], False, False
     for argument in args:
         name, equals, value = argument.partition("=")
-        if argument.startswith("--"):
+        if argument.startswith("-"):
             taken = name == option
             asked |= taken
         if not taken:
@@ -236,16 +227,18 @@ def _joined(args: Sequence[str], option: str) -> list[str]:
             words.append(argument)
         elif equals:
             words.append(value)
-    if asked and not words:
-        raise ValueError(f"{option} needs at least one list, such as {option} train.lr=1e-3,2e-3")
-    return [*rest, option, *words] if asked else rest
+    if not asked:
+        return list(args)
+    if not words:
+        raise ValueError(f"{option} needs a value: intbmoe compare --help has an example")
+    return [*rest, option, *(words if separator is None else [separator.join(words)])]
 
 
 def _without(args: Sequence[str], *options: str) -> list[str]:
     """Return ``args`` without ``options`` and the words after them."""
     kept, left_out = [], False
     for argument in args:
-        if argument.startswith("--"):
+        if argument.startswith("-"):
             left_out = argument.partition("=")[0] in options
         if not left_out:
             kept.append(argument)

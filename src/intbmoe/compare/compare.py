@@ -41,7 +41,7 @@ def compare(recipe: Recipe, options: CompareOptions, settings: Sequence[str] = (
     tuning: dict[str, Any] | None = None
     failures: list[Failure] = []
     try:
-        if options.tune:
+        if options.tune and plan.jobs:
             plan, tuning, failures = _tune(console, plan, options)
             if baseline not in {job.variant.label for job in plan.jobs}:  # none of its runs could be used
                 baseline = choose_baseline(plan.jobs, None)
@@ -116,12 +116,14 @@ def _tune(console: Console, plan: Plan, options: CompareOptions) -> tuple[Plan, 
     first = replace(plan, jobs=[trial.job for trial in trials])
     failures = _train(console, first, options, f"tuning, {counted(len(trials), 'run')} with the first seed")
     sound, left_out = sort_out(first.jobs)
-    _tell_damaged(console, first, left_out)
     plan, found = choose(plan, trials, sound, options.root)
     _show(console, tuning_table(found))
     lost = {row["label"] for row in found["rows"] if row["chosen"] is None}
     label_of = {trial.job.title: trial.job.variant.label for trial in trials}
-    return plan, found, [one for one in failures if DIVERGED not in one.tail or label_of[one.title] in lost]
+    serious = [one for one in failures if DIVERGED not in one.tail or label_of[one.title] in lost]
+    ended = {job.title for job in first.jobs if job.run.finished}
+    damaged = [one for one in left_out if one["title"] in ended]
+    return plan, found, serious + [Failure(one["title"], Path(one["path"]), one["reason"]) for one in damaged]
 
 
 def _tell_failures(console: Console, plan: Plan, failures: Sequence[Failure]) -> None:

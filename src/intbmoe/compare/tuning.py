@@ -25,7 +25,6 @@ TUNABLE = tuple(
     for name in ("lr", "warmup", "warmup_lr", "final_lr", "cooldown", "schedule", "weight_decay", "clip")
 )
 """Settings that leave the data, its order and the amount of training as they are."""
-SELECTED = "The first seed also chose them, so its result is a little optimistic; no interval includes that choice."
 DIVERGED = "Training has diverged"
 """In the output of a trial whose settings are simply not chosen; every other failure is one of the comparison."""
 Settings = Mapping[str, Any]  # by dotted name, such as train.lr
