@@ -50,9 +50,9 @@ IMAGES_STEPS = 95_000 // 512
 WIKIPEDIA_STEPS = 40_000_000 // (32 * 512)  # the first 40 M of the 93.5 M tokens
 WHOLE_WIKIPEDIA_STEPS = 93_497_798 // (32 * 512)
 WARM_UPS = (0.05, 0.117, 0.205)
-"""Epochs of warm-up on text: 122, 286 and 500 of the 1,000 steps. All studies but ``wikipedia-warmup`` have the first;
-the second is as many steps as in ``wikipedia-whole``, and the third is best on validation for all methods that were
-tried with all three."""
+"""Epochs of warm-up on text: 122, 286 and 500 of the 1,000 steps. Studies on text have the first unless their name ends
+in ``-warmup``; the second is as many steps as in ``wikipedia-whole``, and the third is best on validation for all
+methods that were tried with all three."""
 TEXT = {
     **GPU,
     "train.batch": 32,
@@ -133,6 +133,13 @@ STUDIES = {
         (),
         WIKIPEDIA_STEPS,
         labels=(PLACED, "swiglu-wide", "intbmoe", ONE_LAYER, "remoe", "remoe-more", "deepseek"),
+    ),
+    "wikipedia-long-warmup": Study(  # the same with 500 steps of warm-up
+        "wikipedia",
+        {**TEXT, "train.steps": 4000, "train.warmup": WARM_UPS[-1]},
+        (),
+        WIKIPEDIA_STEPS,
+        labels=(PLACED, "intbmoe", "swiglu-wide", "deepseek"),
     ),
     "wikipedia-whole": Study(  # all 93.5 M tokens, each once
         "wikipedia",
