@@ -7,9 +7,10 @@ import torch
 from test_resume import run_child, train_and_die
 from tiny_task import tiny_recipe
 
+from intbmoe.methods.dynmoe import DynMoE
 from intbmoe.statistics import load_statistics_of
 from intbmoe.train import train
-from intbmoe.train.metrics import load_line, mean_load
+from intbmoe.train.metrics import LOAD_RATIOS, load_line, mean_load
 from intbmoe.train.resume import Checkpoint, CheckpointFolder
 from intbmoe.train.run import RunDirectory
 from intbmoe.train.step import Stepper
@@ -46,6 +47,20 @@ def test_untaken_tokens_are_in_the_metrics(tmp_path):
     run = train(tiny_recipe("expert_choice", epochs=1.0), tmp_path, quiet=True)
     assert all("untaken" in row for row in run.metrics() if row["split"] == "train")
     assert all("untaken" in layer for line in run.loads() for layer in line["layers"].values())
+
+
+def test_a_layer_that_takes_no_token(tmp_path, monkeypatch):
+    """No expert of DynMoE need be similar enough to any token: the run goes on, and its ratios of loads are left out."""
+    fresh = DynMoE.__init__
+
+    def strict(layer, *args, **options):
+        fresh(layer, *args, **options)
+        layer.thresholds.data.fill_(20.0)
+
+    monkeypatch.setattr(DynMoE, "__init__", strict)
+    run = train(tiny_recipe("dynmoe", epochs=1.0), tmp_path, quiet=True)
+    assert not any(any(layer["counts"]) for layer in run.loads()[0]["layers"].values())
+    assert not any(name in run.metrics()[0] for name in LOAD_RATIOS)
 
 
 def test_a_run_begun_without_loads_goes_on_with_them(tmp_path):

@@ -62,7 +62,7 @@ def load_line(load: LoadStatistics) -> dict[str, Any]:
     gone = {index for index, count in enumerate(load.counts) if count == 0} - set(load.dead)
     counts = [None if index in gone else count for index, count in enumerate(load.counts)]
     line: dict[str, Any] = {"tokens": load.tokens, "counts": counts}
-    if load.dropped:
+    if load.dropped > 0:  # NaN if no assignment was wanted, which JSON cannot hold
         line["dropped"] = round(load.dropped, 6)
     if load.untaken is not None:
         line["untaken"] = round(load.untaken, 6)
