@@ -21,7 +21,7 @@ from intbmoe.report.canvas import Picture, make_panels, save_picture, tidy
 from intbmoe.report.style import BLUE, GREEN, INK, ORANGE, PHONE_INCHES, PHONE_POINTS, PINK
 
 OUTPUT = Path(__file__).parents[2] / "docs" / "images" / "study" / "lead.svg"
-STUDIES = ("wikipedia", "wikipedia-warmup", "wikipedia-long", "wikipedia-whole")
+STUDIES = ("wikipedia", "wikipedia-warmup", "wikipedia-long-warmup", "wikipedia-whole")
 STYLES = {PLACED: (INK, "-"), "swiglu-wide": (BLUE, "--"), "deepseek": (GREEN, "-."), ONE_LAYER: (PINK, ":")}
 """Colour and dashes of each method."""
 SHOWN = -0.1, 0.4

@@ -81,9 +81,9 @@ def make_parts(results: Path) -> dict[str, str]:
     parts["settings"] = settings_text(TITLES, summaries, earlier)
     parts["overview"] = overview_text(FRONT, summaries)
     found = {study: find_rows(study, summaries)[0] for study in STUDIES}
-    warmed = {**found, "wikipedia": found["wikipedia-warmup"]}  # ablations were trained only with the short warm-up
+    warmed = {**found, "wikipedia": found["wikipedia-warmup"]}
     parts["gains"] = gains(warmed, {"dense": "over dense", PLACED: "over dense in its place"}).markdown()
-    parts["ablations"] = gains(found, {"intbmoe": "here"}).markdown()
+    parts["ablations"] = gains(warmed, {"intbmoe": "here"}).markdown()
     for study in TITLES:
         rows = found[study]
         shown = {label: runs for label, runs in rows.items() if table_of(label) != ABLATIONS or label == ONE_LAYER}
@@ -107,9 +107,11 @@ def make_parts(results: Path) -> dict[str, str]:
     for study in ("wikipedia-long", "tiny-imagenet-mixed"):
         parts[study] = claims_text(found[study], BASES, {})
     parts["foursquare-warmup"] = claims_text(found["foursquare-warmup"], BASES, {}, "loss")
-    # One seed each, so the spread between seeds is that of runs nearly as long.
-    long = {f"{label} long": runs for label, runs in found["wikipedia-long"].items()}
-    parts["wikipedia-whole"] = claims_text(found["wikipedia-whole"], BASES, long)
+    # One or two seeds each, so the spread between seeds is also that of other long runs.
+    long = ("wikipedia-long", "wikipedia-long-warmup", "wikipedia-whole")
+    for study in long[1:]:
+        others = {f"{label}, {other}": runs for other in long if other != study for label, runs in found[other].items()}
+        parts[study] = claims_text(found[study], BASES, others)
     return parts
 
 
