@@ -36,7 +36,8 @@ def _hurry():
 
     It patches all of Triton's language again whenever a kernel calls another function, checks every sum of integers
     for overflow, which the few elements of a test cannot cause, reduces by a custom function one number at a time,
-    checks and names every block's type anew, and broadcasts what already has the same shape.
+    checks and names every block's type anew, derives the same shape from it for every value, and broadcasts what already
+    has the same shape.
     """
     from triton.runtime import interpreter
 
@@ -46,11 +47,9 @@ def _hurry():
 
     core, replace_all = interpreter.tl.core, interpreter._patch_lang
     semantic = type(interpreter.interpreter_semantic)
-    make_block, find_dtype, broadcast = (
-        core.block_type.__init__,
-        interpreter._get_np_dtype,
-        semantic.broadcast_impl_value,
-    )
+    make_block, make_tensor = core.block_type.__init__, core.tensor.__init__
+    find_dtype, broadcast = interpreter._get_np_dtype, semantic.broadcast_impl_value
+    constant, unwrap, sequences = core.constexpr, core._unwrap_if_constexpr, (list, tuple, core.tuple)
     blocks, dtypes = {}, {}
 
     @functools.cache
@@ -77,6 +76,17 @@ def _hurry():
             blocks[key] = vars(self)
         self.__dict__ = blocks[key]
 
+    def make_tensor_like_others(self, handle, type):
+        if "tensor" not in vars(type):
+            make_tensor(self, None, type)
+            type.tensor = dict(vars(self))  # shape, number of elements and type of each
+        vars(self).update(type.tensor, handle=handle, type=type)
+
+    def unwrap_quickly(value):
+        if type(value) is constant:
+            return value.value
+        return unwrap(value) if isinstance(value, sequences) else value
+
     def find_dtype_once(dtype):
         if dtype.name not in dtypes:
             dtypes[dtype.name] = find_dtype(dtype)
@@ -92,6 +102,8 @@ def _hurry():
     interpreter.interpreter_builder.options = interpreter.InterpreterOptions(sanitize_overflow=False)
     interpreter.ReduceOps.generic_reduce = reduce_slices
     core.block_type.__init__ = make_block_once
+    core.tensor.__init__ = make_tensor_like_others
+    core._unwrap_if_constexpr = unwrap_quickly
     interpreter._get_np_dtype = find_dtype_once
     semantic.broadcast_impl_value = broadcast_unequal
 
