@@ -36,8 +36,8 @@ def _hurry():
 
     It patches all of Triton's language again whenever a kernel calls another function, checks every sum of integers
     for overflow, which the few elements of a test cannot cause, reduces by a custom function one number at a time,
-    checks and names every block's type anew, derives the same shape from it for every value, and broadcasts what already
-    has the same shape.
+    checks and names every block's type anew, derives the same shape from it for every value, makes every constant twice
+    whenever it is used, and broadcasts what already has the same shape.
     """
     from triton.runtime import interpreter
 
@@ -49,8 +49,8 @@ def _hurry():
     semantic = type(interpreter.interpreter_semantic)
     make_block, make_tensor = core.block_type.__init__, core.tensor.__init__
     find_dtype, broadcast = interpreter._get_np_dtype, semantic.broadcast_impl_value
-    constant, unwrap, sequences = core.constexpr, core._unwrap_if_constexpr, (list, tuple, core.tuple)
-    blocks, dtypes = {}, {}
+    constant, promote, unwrap = semantic.scalar_constant, semantic.computation_type_impl, core._unwrap_if_constexpr
+    wrapped, blocks, dtypes, constants, promoted = (core.constexpr, core.tuple, list, tuple), {}, {}, {}, {}
 
     @functools.cache
     def languages(function):
@@ -70,7 +70,7 @@ def _hurry():
         return functools.reduce(lambda total, xs: self.combine_fn.fn(*total, *xs), slices)
 
     def make_block_once(self, element, shape):
-        key = element.name, *(getattr(size, "value", size) for size in shape)
+        key = element.name, *[getattr(size, "value", size) for size in shape]
         if key not in blocks:
             make_block(self, element, shape)
             blocks[key] = vars(self)
@@ -83,9 +83,21 @@ def _hurry():
         vars(self).update(type.tensor, handle=handle, type=type)
 
     def unwrap_quickly(value):
-        if type(value) is constant:
+        if type(value) is core.constexpr:
             return value.value
-        return unwrap(value) if isinstance(value, sequences) else value
+        return unwrap(value) if isinstance(value, wrapped) else value
+
+    def make_constant_once(self, value, dtype):
+        key = type(value), value, dtype.name
+        if key not in constants:
+            constants[key] = constant(self, value, dtype)
+        return constants[key]
+
+    def promote_once(self, left, left_is_scalar, right, right_is_scalar, divides):
+        key = left.name, left_is_scalar, right.name, right_is_scalar, divides
+        if key not in promoted:
+            promoted[key] = promote(self, left, left_is_scalar, right, right_is_scalar, divides)
+        return promoted[key]
 
     def find_dtype_once(dtype):
         if dtype.name not in dtypes:
@@ -94,8 +106,15 @@ def _hurry():
 
     def broadcast_unequal(self, left, right):
         blocks = left.type.is_block(), right.type.is_block()
-        if blocks == (False, False) or (all(blocks) and left.type.shape.values == right.type.shape.values):
+        if blocks == (False, False):
             return left, right
+        if blocks == (True, True):
+            sizes, others = left.type.shape.values, right.type.shape.values
+            if sizes == others:
+                return left, right
+            if len(sizes) == len(others) and all(a == b or 1 in (a, b) for a, b in zip(sizes, others, strict=True)):
+                shape = [max(pair) for pair in zip(sizes, others, strict=True)]
+                return tuple(self.broadcast_impl_shape(each, shape) for each in (left, right))
         return broadcast(self, left, right)
 
     interpreter._patch_lang = replace_once
@@ -104,6 +123,7 @@ def _hurry():
     core.block_type.__init__ = make_block_once
     core.tensor.__init__ = make_tensor_like_others
     core._unwrap_if_constexpr = unwrap_quickly
+    semantic.scalar_constant, semantic.computation_type_impl = make_constant_once, promote_once
     interpreter._get_np_dtype = find_dtype_once
     semantic.broadcast_impl_value = broadcast_unequal
 
