@@ -199,7 +199,12 @@ def in_the_study(name: str) -> str:
 
 @cache
 def study_rows(study: str) -> dict[str, list[dict[str, Any]]]:
-    return find_rows(study, read_summaries(RESULTS))[0]
+    return find_rows(study, all_summaries())[0]
+
+
+@cache
+def all_summaries() -> list[dict[str, Any]]:
+    return read_summaries(RESULTS)  # seconds, for hundreds of runs
 
 
 def mean_metric(runs: list[dict[str, Any]]) -> str:
