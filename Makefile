@@ -18,9 +18,11 @@ demo: $(READY) ## train every method on handwritten digits and compare them in a
 
 # Two processes; all tests of a file run in the same one. The last -n counts, so ARGS="-n 0" runs in one process.
 # Only these two pytest plugins of other packages are needed here; loading all of them takes each process seconds.
+# Every process has one thread, and those that a test asks for sleep while they wait: two processes need both cores.
 test: $(READY) ## run the tests; ARGS are passed to pytest, such as ARGS="-m slow" or ARGS="-n 0 tests/test_cli.py"
 	@echo "==> Running the tests"
-	@PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 $(BIN)/python -m pytest -p xdist -p _hypothesis_pytestplugin -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
+	@OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 \
+		$(BIN)/python -m pytest -p xdist -p _hypothesis_pytestplugin -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 gpu-test: $(READY) ## run the tests that need a CUDA device, in several processes that share it
 	@echo "==> Running the tests on the GPU"
