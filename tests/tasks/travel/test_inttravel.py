@@ -52,6 +52,21 @@ def raw(journeys, tmp_path_factory) -> Path:
     return folder
 
 
+@pytest.fixture(scope="module")
+def whole(raw, tmp_path_factory):
+    """The folder prepared in small parts without a stop, and the seconds that this took."""
+    folder, began = tmp_path_factory.mktemp("prepared") / "whole", time.perf_counter()
+    run(raw, folder, budget=TINY)
+    return folder, time.perf_counter() - began
+
+
+@pytest.fixture(scope="module")
+def at_once(raw, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("prepared") / "at_once"
+    run(raw, folder, budget=Budget(shard_rows=2_000))
+    return folder
+
+
 @pytest.mark.parametrize("header", [True, False])
 def test_written_tables_give_the_same_journeys_back(journeys, tmp_path, header):
     write_tables(journeys, tmp_path / "raw", header=header)
@@ -192,10 +207,9 @@ def test_equals_the_plain_preparation(seed, tmp_path):
 @pytest.mark.parametrize(
     "budget", [TINY, Budget(chunk_bytes=2_000, shard_rows=2_000), Budget(1 << 27, 1, 10**6, 2_000)]
 )
-def test_sizes_of_chunks_and_memory_change_nothing(raw, tmp_path, budget):
-    run(raw, tmp_path / "a", budget=Budget(shard_rows=2_000))
-    run(raw, tmp_path / "b", budget=budget)
-    assert digest(tmp_path / "a") == digest(tmp_path / "b")
+def test_sizes_of_chunks_and_memory_change_nothing(raw, at_once, tmp_path, budget):
+    run(raw, tmp_path, budget=budget)
+    assert digest(tmp_path) == digest(at_once)
 
 
 class StoppedError(Exception):
@@ -232,8 +246,9 @@ def test_stopped_after_every_step_it_goes_on_to_the_same_bytes(raw, tmp_path, zi
 
 
 @pytest.mark.parametrize(("owner", "function"), [(os, "replace"), (np, "save")])
-def test_stopped_in_the_middle_of_writing_it_goes_on_to_the_same_bytes(raw, tmp_path, monkeypatch, owner, function):
-    run(raw, tmp_path / "whole", budget=TINY)
+def test_stopped_in_the_middle_of_writing_it_goes_on_to_the_same_bytes(
+    raw, whole, tmp_path, monkeypatch, owner, function
+):
     original, calls, written = getattr(owner, function), 0, set()
 
     def stopping(file, *rest):
@@ -257,13 +272,11 @@ def test_stopped_in_the_middle_of_writing_it_goes_on_to_the_same_bytes(raw, tmp_
         except StoppedError:
             stops += 1
     assert stops > 5
-    assert digest(tmp_path / "stopped") == digest(tmp_path / "whole")
+    assert digest(tmp_path / "stopped") == digest(whole[0])
 
 
-def test_killed_at_any_moment_it_goes_on_to_the_same_bytes(raw, tmp_path):
-    began = time.perf_counter()
-    run(raw, tmp_path / "whole", budget=TINY)
-    duration, choose = time.perf_counter() - began, random.Random(0)
+def test_killed_at_any_moment_it_goes_on_to_the_same_bytes(raw, whole, tmp_path):
+    (straight, duration), choose = whole, random.Random(0)
     context, kills, finished = multiprocessing.get_context("fork"), 0, False
     while not finished:
         child = context.Process(target=run, args=(raw, tmp_path / "killed", False, TINY))
@@ -276,7 +289,7 @@ def test_killed_at_any_moment_it_goes_on_to_the_same_bytes(raw, tmp_path):
             kills += 1
     assert child.exitcode == 0
     assert kills > 2
-    assert digest(tmp_path / "killed") == digest(tmp_path / "whole")
+    assert digest(tmp_path / "killed") == digest(straight)
 
 
 def test_finished_work_is_not_done_again(raw, tmp_path, monkeypatch):
@@ -297,8 +310,7 @@ def stop_at_sorting(stage, *_):
         raise StoppedError
 
 
-def test_lost_chunks_are_made_again(raw, tmp_path):
-    run(raw, tmp_path / "whole", budget=TINY)
+def test_lost_chunks_are_made_again(raw, whole, tmp_path):
     with pytest.raises(StoppedError):
         run(raw, tmp_path / "out", budget=TINY, progress=stop_at_sorting)
     chunks = sorted((tmp_path / "out" / "work" / "user_action" / "user_action.tsv").glob("*"))
@@ -306,17 +318,16 @@ def test_lost_chunks_are_made_again(raw, tmp_path):
     shutil.rmtree(chunks[0])
     (chunks[3] / "note.json").unlink()
     run(raw, tmp_path / "out", budget=TINY)
-    assert digest(tmp_path / "out") == digest(tmp_path / "whole")
+    assert digest(tmp_path / "out") == digest(whole[0])
 
 
-def test_a_table_changed_after_an_interruption_is_read_again(journeys, raw, tmp_path):
+def test_a_table_changed_after_an_interruption_is_read_again(journeys, whole, tmp_path):
     write_tables(make_journeys(users=50, weeks=4, sessions=(10, 40), side=3), tmp_path / "raw")
     with pytest.raises(StoppedError):
         run(tmp_path / "raw", tmp_path / "out", budget=TINY, progress=stop_at_sorting)
     write_tables(journeys, tmp_path / "raw")
     run(tmp_path / "raw", tmp_path / "out", budget=TINY)
-    run(raw, tmp_path / "fresh", budget=TINY)
-    assert digest(tmp_path / "out") == digest(tmp_path / "fresh")
+    assert digest(tmp_path / "out") == digest(whole[0])
 
 
 def test_folders_prepared_before_departures_and_locations_were_there_still_open(raw, tmp_path):
