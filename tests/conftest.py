@@ -15,7 +15,7 @@ from forked import forked  # noqa: F401 - a fixture
 torch.set_num_threads(1)
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # the same for the processes that tests start
 
-# Imports and collected tests make a large heap: looking for garbage while they are made takes a fifth of their time, and
+# Imports and collected tests make a large heap: looking for garbage in it meanwhile takes a fifth of their time, and
 # later at Python's usual rate 6 %. What is there before the first test is never looked at again (below).
 gc.disable()
 gc.set_threshold(20_000, 20, 20)
