@@ -163,6 +163,7 @@ def write_part(path: Path, columns: tuple[str, ...], rows: list[list], choose: r
         path.with_suffix(choose.choice([".tsv", ".csv", ".txt"])).write_bytes(text)
 
 
+@pytest.mark.usefixtures("one_database")
 @pytest.mark.parametrize("seed", thinned(range(40), lambda seed: seed < 15))
 def test_equals_the_plain_preparation(seed, tmp_path):
     choose = random.Random(seed)
@@ -216,6 +217,7 @@ class StoppedError(Exception):
     pass
 
 
+@pytest.mark.usefixtures("one_database")
 @pytest.mark.parametrize("zipped", [False, True])
 def test_stopped_after_every_step_it_goes_on_to_the_same_bytes(raw, tmp_path, zipped):
     if zipped:  # the place to resume is in bytes of the text, with its own line breaks
@@ -245,6 +247,7 @@ def test_stopped_after_every_step_it_goes_on_to_the_same_bytes(raw, tmp_path, zi
     assert digest(tmp_path / "stopped") == digest(tmp_path / "whole")
 
 
+@pytest.mark.usefixtures("one_database")
 @pytest.mark.parametrize(("owner", "function"), [(os, "replace"), (np, "save")])
 def test_stopped_in_the_middle_of_writing_it_goes_on_to_the_same_bytes(
     raw, whole, tmp_path, monkeypatch, owner, function

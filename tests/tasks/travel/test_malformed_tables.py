@@ -13,6 +13,7 @@ from intbmoe.tasks.travel.store import open_journeys
 from thinned import thinned
 
 pytest.importorskip("duckdb")
+pytestmark = pytest.mark.usefixtures("one_database")
 
 
 def rows(*lines: str) -> str:
