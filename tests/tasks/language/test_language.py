@@ -278,7 +278,7 @@ def stdlib_recipe(seed, **changes):
 @pytest.mark.slow
 def test_the_standard_library_is_learned(tmp_path):
     """The loss ends far below the unigram entropy, and a second evaluation gives the same."""
-    one = stdlib_recipe(0, steps=LEARNING_STEPS)
+    one = stdlib_recipe(0, steps=LEARNING_STEPS, warmup=0.02)
     run = train(one, root=tmp_path, quiet=True)
     floor = make_task(one).floors()["unigram"]["loss"]
     assert run.result["test"]["loss"] < floor - LEARNING_MARGIN
