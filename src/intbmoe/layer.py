@@ -24,7 +24,7 @@ from intbmoe.statistics import LayerStatistics, Result, Routing
 
 __all__ = [
     "LayerConfig", "MoELayer", "OnePer", "Quantities", "Result", "Routing", "Unit", "local", "moe_layers",
-    "require_whole", "unwrap",
+    "name_without_wrappers", "require_whole", "unwrap",
 ]  # fmt: skip
 
 
@@ -288,7 +288,11 @@ def local(tensor: Tensor) -> Tensor:
 
 def moe_layers(model: nn.Module) -> Iterator[tuple[str, MoELayer]]:
     """Yield every MoE layer of a model with its name as the model's author sees it, without wrappers."""
-    wrappers = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
     for name, module in unwrap(model).named_modules():
         if isinstance(module, MoELayer):
-            yield ".".join(part for part in name.split(".") if part not in wrappers), module
+            yield name_without_wrappers(name), module
+
+
+def name_without_wrappers(name: str) -> str:
+    wrappers = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
+    return ".".join(part for part in name.split(".") if part not in wrappers)

@@ -1,14 +1,17 @@
 """A model with replaced FFNs on disk: restored bit for bit, and an error for loaders that do not know about them."""
 
 import copy
-import json
 import pickle
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 import intbmoe
-from foreign_models import TIMM, TRANSFORMERS, output, timm, timm_model, transformers_model
+from foreign_models import SIZES, TIMM, TRANSFORMERS, hf, output, timm, timm_model, transformers_model
+from intbmoe.layer import moe_layers
+from intbmoe.replace.saving import HINT
 
 SMALL = {"experts": 3, "blocks": 4, "hidden": 10}
 
@@ -90,15 +93,39 @@ def test_a_float32_model_loads_in_half_precision_with_what_routes_in_float32(tmp
     assert output(loaded, inputs).isfinite().all()
 
 
-def test_a_precomposed_model_comes_back_without_its_pools(tmp_path):
-    model, inputs = transformers_model("llama")
+@pytest.mark.parametrize("name", each(TRANSFORMERS))
+def test_a_precomposed_model_comes_back_without_its_pools(name, tmp_path):
+    """transformers saves ViT's layers under other names than they have in memory."""
+    model, inputs = transformers_model(name)
     intbmoe.replace_ffn(model, "intbmoe", **SMALL)
     composed = intbmoe.precompose(stirred(model))
     composed.save_pretrained(tmp_path)
     loaded = intbmoe.from_pretrained(tmp_path)
-    assert isinstance(loaded.model.layers[0].mlp, intbmoe.ComposedMoE)
+    assert all(isinstance(layer, intbmoe.ComposedMoE) for _, layer in moe_layers(loaded))
     assert_same(loaded, composed, inputs)
     assert (output(loaded, inputs) - output(model, inputs)).abs().max() < 1e-12
+
+
+@pytest.mark.parametrize("precompose", [False, True])
+@pytest.mark.parametrize("name", ["llama", "vit"])
+def test_a_folder_of_an_earlier_version_is_read(name, precompose, tmp_path):
+    """Only config.json held the records then, and did not say which layers were precomposed."""
+    model, inputs = transformers_model(name)
+    intbmoe.replace_ffn(model, "intbmoe", **SMALL)
+    model = intbmoe.precompose(stirred(model)) if precompose else stirred(model)
+    model.save_pretrained(tmp_path)
+    path = tmp_path / "model.safetensors"
+    state = {key: tensor for key, tensor in load_file(path).items() if HINT not in key}
+    save_file({**state, HINT: torch.zeros(1)}, path, metadata={"format": "pt"})
+    assert_same(intbmoe.from_pretrained(tmp_path), model, inputs)
+
+
+def test_a_model_saved_in_several_files_comes_back(tmp_path):
+    model, inputs = transformers_model("llama")
+    intbmoe.replace_ffn(model, "intbmoe", **SMALL)
+    stirred(model).save_pretrained(tmp_path, max_shard_size="20KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 1
+    assert_same(intbmoe.from_pretrained(tmp_path), model, inputs)
 
 
 def test_copies_of_a_model_keep_the_marks():
@@ -113,22 +140,57 @@ def test_weights_that_do_not_fit_are_an_error(tmp_path):
     model, _ = transformers_model("llama")
     intbmoe.replace_ffn(model, "intbmoe", **SMALL)
     model.save_pretrained(tmp_path)
-    path = tmp_path / "config.json"
-    config = json.loads(path.read_text())
-    config["intbmoe"].pop("model.layers.1.mlp")
-    path.write_text(json.dumps(config))
-    with pytest.raises(RuntimeError, match=r"does not fit|mismatch"):
+    path = tmp_path / "model.safetensors"
+    state = load_file(path)
+    state.pop("model.layers.1.mlp.codebook")
+    save_file(state, path, metadata={"format": "pt"})
+    with pytest.raises(RuntimeError, match=r"does not fit .*layers\.1\.mlp\.codebook"):
         intbmoe.from_pretrained(tmp_path)
 
 
-def test_a_model_replaced_in_part_is_no_silent_loss(tmp_path):
-    model, _ = transformers_model("llama")
+@pytest.mark.parametrize("precompose", [False, True])
+@pytest.mark.parametrize(("name", "options"), [("llama", {}), ("vit", {"add_pooling_layer": False})])
+def test_a_part_of_the_replaced_model_comes_back(name, options, precompose, tmp_path):
+    model, inputs = transformers_model(name)
+    intbmoe.replace_ffn(model, "intbmoe", **SMALL)
+    model = intbmoe.precompose(stirred(model)) if precompose else stirred(model)
+    model.base_model.save_pretrained(tmp_path)
+    assert_same(intbmoe.from_pretrained(tmp_path, **options), model.base_model, inputs)
+    for kind in (type(model.base_model), type(model)):
+        with pytest.raises(RuntimeError, match="mismatch"):
+            kind.from_pretrained(tmp_path)
+
+
+def test_a_model_around_the_replaced_part_comes_back(tmp_path):
+    model, inputs = transformers_model("llama")
     intbmoe.replace_ffn(model.model, "intbmoe", **SMALL)
-    model.save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match=r"LlamaForCausalLM has no FFN 'layers\.0\.mlp'"):
-        intbmoe.from_pretrained(tmp_path)
+    stirred(model).save_pretrained(tmp_path)
+    assert_same(intbmoe.from_pretrained(tmp_path), model, inputs)
     with pytest.raises(RuntimeError, match="mismatch"):
         type(model).from_pretrained(tmp_path)
+
+
+def test_a_wrapped_block_is_recorded_without_its_wrapper(tmp_path):
+    model, inputs = transformers_model("llama")
+    intbmoe.replace_ffn(model, "intbmoe", **SMALL)
+    wrapped = copy.deepcopy(stirred(model))
+    wrapped.model.layers[0] = checkpoint_wrapper(wrapped.model.layers[0])
+    wrapped.save_pretrained(tmp_path)
+    assert_same(intbmoe.from_pretrained(tmp_path), model, inputs)
+    wrapped.load_state_dict(model.state_dict())
+
+
+def test_a_backbone_under_another_head_comes_back(tmp_path):
+    model, inputs = transformers_model("llama")
+    intbmoe.replace_ffn(model, "intbmoe", **SMALL)
+    config = hf.LlamaConfig(**SIZES, pad_token_id=0)  # of its own: it does not say what was replaced
+    other = hf.LlamaForSequenceClassification._from_config(config, dtype=torch.float64).eval()
+    other.model = stirred(model).model
+    other.save_pretrained(tmp_path)
+    assert_same(intbmoe.from_pretrained(tmp_path), other, inputs)
+    for kind in (type(other), type(model), type(model.model)):
+        with pytest.raises(RuntimeError, match="mismatch"):
+            kind.from_pretrained(tmp_path)
 
 
 def test_what_cannot_be_saved_or_loaded_says_why(tmp_path):
