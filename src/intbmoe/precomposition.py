@@ -5,11 +5,13 @@ import copy
 import torch
 from torch import Tensor, nn
 
-from intbmoe.layer import moe_layers, require_whole, unwrap
+from intbmoe.layer import MoELayer, moe_layers, require_whole, unwrap
 from intbmoe.methods.intbmoe import ComposedMoE, IntBMoE
 
 FREQUENCIES = ("inv_freq", "original_inv_freq")
 """transformers' names of the buffers with the frequencies of rotary positions."""
+COMPOSED = ("block_weights", "shared", "token_filter", "block_filter")
+"""The parts of a composed layer that ``precompose(dtype)`` casts."""
 
 
 def precompose(model: nn.Module, dtype: torch.dtype | None = None, conditioning: Tensor | None = None) -> nn.Module:
@@ -46,3 +48,15 @@ def cast_for_serving(model: nn.Module, dtype: torch.dtype) -> None:
     for tensor in (*model.parameters(), *model.buffers()):
         if tensor.is_floating_point() and id(tensor) not in spared:
             tensor.data = tensor.data.to(dtype)
+
+
+def wide_tensors(layer: MoELayer) -> dict[str, Tensor]:
+    """The tensors, by name, that a half-precision model keeps in float32.
+
+    They decide where tokens go; of composed layers they are all but the large weights, as in ``precompose(dtype)``.
+    """
+    kept = {id(tensor) for tensor in layer.kept_wide()}
+    tensors = {**dict(layer.named_parameters()), **dict(layer.named_buffers())}
+    if isinstance(layer, ComposedMoE):
+        return {name: tensor for name, tensor in tensors.items() if name.split(".")[0] not in COMPOSED}
+    return {name: tensor for name, tensor in tensors.items() if id(tensor) in kept}

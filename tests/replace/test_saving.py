@@ -82,6 +82,29 @@ def test_half_precision_comes_back_with_what_routes_in_float32(tmp_path):
     assert loaded.model.layers[0].mlp.codebook.dtype == torch.float32
 
 
+@pytest.mark.parametrize("name", each(TIMM))
+def test_a_timm_model_comes_back_in_its_types(name, tmp_path):
+    """Some tensors of a half-precision model have other types: those that decide the routing, and the marks."""
+    model, inputs = timm_model(name, torch.float32)
+    intbmoe.replace_ffn(model, "intbmoe", **SMALL)
+    casts = {"half": stirred(copy.deepcopy(model)).half(), "composed": intbmoe.precompose(model, torch.bfloat16)}
+    for way, cast in casts.items():
+        first = next(cast.parameters())
+        intbmoe.save_pretrained(cast, tmp_path / way, **TIMM[name][1])
+        loaded = intbmoe.from_pretrained(tmp_path / way)
+        assert next(loaded.parameters()).dtype == first.dtype != torch.float32
+        assert_same(loaded, cast, inputs.to(first.dtype))
+        assert all(parameter.requires_grad for parameter in loaded.parameters()) == (way == "half")
+
+
+def test_a_composed_layer_comes_back_with_its_norms_in_float32(tmp_path):
+    model, inputs = transformers_model("llama", torch.float32)
+    intbmoe.replace_ffn(model, "intbmoe", **SMALL)
+    composed = intbmoe.precompose(stirred(model), torch.bfloat16)
+    composed.save_pretrained(tmp_path)
+    assert_same(intbmoe.from_pretrained(tmp_path), composed, inputs)
+
+
 def test_a_float32_model_loads_in_half_precision_with_what_routes_in_float32(tmp_path):
     model, inputs = transformers_model("llama", torch.float32)
     intbmoe.replace_ffn(model, "intbmoe", **SMALL)

@@ -8,12 +8,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from intbmoe.layer import MoELayer, moe_layers
-from intbmoe.methods.intbmoe import ComposedMoE
 from intbmoe.precision import wide
-from intbmoe.precomposition import precompose
+from intbmoe.precomposition import precompose, wide_tensors
 from intbmoe.steps import aux_loss
 
-COMPOSED = ("block_weights", "shared", "token_filter", "block_filter")  # what ``precompose(dtype)`` casts
 IGNORED = -100  # the label that the loss ignores
 
 
@@ -120,18 +118,6 @@ class MixtureModel(PreTrainedModel):
             if isinstance(getattr(module, "config", None), type(self.config)):
                 module.config = served.config
         return served
-
-
-def wide_tensors(layer: MoELayer) -> dict[str, Tensor]:
-    """The tensors, by name, that a half-precision model keeps in float32.
-
-    They decide where tokens go; of composed layers they are all but the large weights, as in ``precompose(dtype)``.
-    """
-    kept = {id(tensor) for tensor in layer.kept_wide()}
-    tensors = {**dict(layer.named_parameters()), **dict(layer.named_buffers())}
-    if isinstance(layer, ComposedMoE):
-        return {name: tensor for name, tensor in tensors.items() if name.split(".")[0] not in COMPOSED}
-    return {name: tensor for name, tensor in tensors.items() if id(tensor) in kept}
 
 
 def moves_state(layer: MoELayer) -> bool:

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from intbmoe.foreign import import_torchvision
 from intbmoe.layer import MoELayer, moe_layers, name_without_wrappers, unwrap
 from intbmoe.methods.intbmoe import ComposedMoE
+from intbmoe.precomposition import wide_tensors
 from intbmoe.registry import find_method
 from intbmoe.replace.find import FFN, find_ffns
 from intbmoe.replace.starts import make_layer
@@ -125,7 +126,7 @@ def _load_transformers(folder: Path, config: Mapping[str, Any], records: Records
     def build(self: nn.Module, *arguments: Any, **named: Any) -> None:
         original.__init__(self, *arguments, **named)
         rebuild(self, records)
-        wide = {f"{name}.{part}" for name, layer in moe_layers(self) for part in layer.KEPT_WIDE}
+        wide = {f"{name}.{part}" for name, layer in moe_layers(self) for part in wide_tensors(layer)}
         self._keep_in_fp32_modules_strict = {*(self._keep_in_fp32_modules_strict or ()), *wide}
 
     # Same name and module, because transformers looks up both. The original class is restored after loading.
@@ -148,11 +149,12 @@ def _load_timm(folder: Path, config: Mapping[str, Any], records: Records, option
 
     arguments = {"num_classes": config["num_classes"], **(config.get("model_args") or {}), **options}
     model = timm.create_model(config["architecture"], **arguments)
-    state = load_file(folder / "model.safetensors")
-    model.to(next(tensor.dtype for tensor in state.values() if tensor.is_floating_point()))
+    state = load_file(folder / "model.safetensors", device=str(next(model.parameters()).device))
+    saved = (state[name] for name, _ in model.named_parameters() if name in state)
+    model.to(next(saved).dtype)  # for buffers that are not saved
     rebuild(model, records)
     remember(model, records)
-    model.load_state_dict(state)
+    model.load_state_dict(state, assign=True)  # each tensor in its saved type: routers may be wider than the rest
     return model
 
 
