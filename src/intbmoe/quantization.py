@@ -77,14 +77,14 @@ def quantize(model: nn.Module, storage: Storage = "int8") -> QuantizationReport:
 
     Linear maps are the blocks of precomposed layers, the experts of other methods, and every ``nn.Linear`` around them.
     Cast the model first: ``precompose(model, torch.bfloat16)`` gives a model that computes in bfloat16. Quantised
-    weights can no longer be trained; save the model as a ``state_dict``.
+    weights can no longer be trained. ``save_pretrained`` refuses to save them; a ``state_dict`` can be saved.
     """
     require(storage in get_args(Storage), "storage", storage, f"one of {', '.join(get_args(Storage))}")
     model = unwrap(model)
     pools = [name for name, layer in moe_layers(model) if isinstance(layer, IntBMoE)]
     if pools:
         raise ValueError(f"{pools[0] or 'the model'} composes blocks at every call: use quantize(precompose(model))")
-    if any(isinstance(module, Quantized) for module in model.modules()):
+    if is_quantized(model):
         raise ValueError(f"{type(model).__name__} is already quantised: start from the original model")
     require_whole(model, "cannot quantise")
     reasons = _reasons_to_keep(model)
@@ -109,7 +109,21 @@ def quantize(model: nn.Module, storage: Storage = "int8") -> QuantizationReport:
         store(owner, key, storage)
         stored = owner.parametrizations[key]
         quantized[name] = before, stored.original0.nbytes + stored.original1.nbytes
+    for module in model.modules():
+        if hasattr(module, "save_pretrained"):
+            module.save_pretrained = refuse_to_save  # no from_pretrained knows the 8-bit weights that it would write
     return QuantizationReport(storage, quantized, kept)
+
+
+def refuse_to_save(*_: Any, **__: Any) -> None:
+    raise RuntimeError(
+        "the model is quantised by intbmoe.quantize, and from_pretrained could not load its 8-bit weights: save the "
+        "model before quantising it, and quantise it again after loading"
+    )
+
+
+def is_quantized(model: nn.Module) -> bool:
+    return any(isinstance(module, Quantized) for module in model.modules())
 
 
 def _weights(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, Tensor]]:

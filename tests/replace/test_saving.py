@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+from functools import partial
 
 import pytest
 import torch
@@ -214,6 +215,25 @@ def test_a_backbone_under_another_head_comes_back(tmp_path):
     for kind in (type(other), type(model), type(model.model)):
         with pytest.raises(RuntimeError, match="mismatch"):
             kind.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize("library", ["transformers", "timm"])
+def test_a_quantised_model_is_not_saved_but_says_what_to_do(library, tmp_path):
+    model, inputs = {"transformers": transformers_model, "timm": timm_model}[library]("vit", torch.float32)
+    intbmoe.replace_ffn(model, "intbmoe", **SMALL)
+    composed = intbmoe.precompose(model)
+    arguments = TIMM["vit"][1] if library == "timm" else {}
+    intbmoe.save_pretrained(composed, tmp_path / "first", **arguments)
+    intbmoe.quantize(composed)
+    ways = [partial(intbmoe.save_pretrained, composed)]
+    ways += [composed.save_pretrained, composed.base_model.save_pretrained] if library == "transformers" else []
+    for save in ways:
+        with pytest.raises(RuntimeError, match="save the model before quantising it, and quantise it again after"):
+            save(tmp_path / "second")
+    assert not (tmp_path / "second").exists()
+    loaded = intbmoe.from_pretrained(tmp_path / "first")
+    intbmoe.quantize(loaded)
+    assert_same(loaded, composed, inputs)
 
 
 def test_what_cannot_be_saved_or_loaded_says_why(tmp_path):

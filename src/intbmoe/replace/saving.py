@@ -24,6 +24,7 @@ from intbmoe.foreign import import_torchvision
 from intbmoe.layer import MoELayer, moe_layers, name_without_wrappers, unwrap
 from intbmoe.methods.intbmoe import ComposedMoE
 from intbmoe.precomposition import wide_tensors
+from intbmoe.quantization import is_quantized, refuse_to_save
 from intbmoe.registry import find_method
 from intbmoe.replace.find import FFN, find_ffns
 from intbmoe.replace.starts import make_layer
@@ -83,6 +84,8 @@ def save_pretrained(model: nn.Module, folder: str | PathLike[str], **model_args:
     model = unwrap(model)
     if not any(hasattr(module, "replaced_ffns") for module in model.modules()):
         raise ValueError(f"{type(model).__name__} has no replaced FFNs: save it as its library does")
+    if is_quantized(model):
+        refuse_to_save()
     if _is_transformers(model):
         if model_args:
             raise TypeError(f"a transformers model knows its arguments: leave {', '.join(model_args)} out")
