@@ -100,3 +100,18 @@ def test_a_class_token_that_goes_through_the_mixture():
     model, x = ViT(config, lambda: intbmoe.create("intbmoe", 24, 32, experts=4)).eval(), torch.randn(2, 3, 16, 16)
     assert torch.equal(from_backbone(model)(x).logits, model(x))
     assert torch.equal(to_backbone(from_backbone(model))(x), model(x))
+
+
+@pytest.mark.parametrize(
+    ("fields", "told"),
+    [
+        ({"num_hidden_layers": 2}, r"mixture_layers=\(0, 2, 4, 6\) is not allowed: mixture_layers must be"),
+        ({"num_attention_heads": 5}, r"num_attention_heads=5 is not .* a divisor of hidden_size \(192\)"),
+        ({"intermediate_size": 0}, "intermediate_size=0 is not allowed: intermediate_size must be"),
+        ({"method_options": {"hidden": 0}}, "^hidden=0 is not allowed: hidden must be"),
+        ({"num_labels": 0}, "num_labels=0 is not allowed: num_labels must be"),
+    ],
+)
+def test_errors_name_the_fields_as_they_are_called_here(fields, told):
+    with pytest.raises(ValueError, match=told):
+        hf.IntBMoEImageConfig(**fields)

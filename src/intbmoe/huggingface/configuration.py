@@ -4,6 +4,9 @@ Fields that transformers, its Trainer and inference engines read have the usual 
 ``num_experts`` or the like, because vLLM would then replace our mixture by its own.
 """
 
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -28,6 +31,17 @@ REMOTE = "modeling_intbmoe"
 REFUSAL = "none: the FFN is a mixture. import intbmoe.huggingface, then load with an Auto class"
 """Saved as ``hidden_act``, in a list. Another class, such as Llama's, would load our attention, leave its FFNs random
 and only warn; but transformers checks the type of this field, and its error shows this text."""
+
+
+@contextmanager
+def _naming(fields: Mapping[str, str]) -> Iterator[None]:
+    """Let an error name the fields of this configuration where it names those of the backbone or the layer."""
+    try:
+        yield
+    except ValueError as error:
+        name = rf"\b({'|'.join(fields)})(?==| must be | \()"  # not a word of the text, such as "heads of even width"
+        error.args = (re.sub(name, lambda found: fields[found[0]], str(error)),)
+        raise
 
 
 @strict
@@ -57,7 +71,9 @@ class MixtureConfig(PreTrainedConfig):
             idle = not self.method_options and not self.precomposed
             require(idle, "method", None, "the name of a mixture if method_options or precomposed is given")
             return
-        layer = self.layer_config()
+        options = self.method_options or {}
+        with _naming({ours: SIZES[ours] for ours in ("dim", "hidden") if ours not in options}):
+            layer = self.layer_config()
         known = not self.precomposed or isinstance(layer, IntBMoEConfig)
         require(known, "precomposed", self.precomposed, f"False for {self.method!r}, which has nothing to compose")
 
@@ -136,7 +152,8 @@ class IntBMoETextConfig(MixtureConfig):
         heads, pairs, width = self.num_attention_heads, self.num_key_value_heads, self.head_dim
         require(pairs == heads, "num_key_value_heads", pairs, f"num_attention_heads ({heads})")
         require(width == self.hidden_size // heads, "head_dim", width, "hidden_size / num_attention_heads")
-        self.backbone()
+        with _naming(self.sizes):
+            self.backbone()
 
     def backbone(self) -> llama.LlamaConfig:
         """The backbone's configuration with the same sizes; raises if they do not fit together."""
@@ -181,7 +198,8 @@ class IntBMoEImageConfig(MixtureConfig):
         if self.id2label is None:
             kwargs.setdefault("num_labels", 1000)
         super().__post_init__(**kwargs)
-        self.backbone()
+        with _naming({**self.sizes, "classes": "num_labels", "moe_layers": "mixture_layers"}):
+            self.backbone()
 
     def backbone(self) -> vit.ViTConfig:
         """The backbone's configuration with the same sizes; raises if they do not fit together."""
