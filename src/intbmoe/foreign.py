@@ -41,3 +41,8 @@ def import_torchvision(required: bool = True) -> None:
             library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
         _schemas.append(library)
         importlib.import_module("torchvision")
+
+
+def torchvision_is_repaired() -> bool:
+    """Whether ``import_torchvision`` had to repair the import, so that other programs cannot import torchvision."""
+    return bool(_schemas)

@@ -1,10 +1,13 @@
 import re
+import subprocess
+import sys
 import tomllib
 import warnings
 from pathlib import Path
 
 import pytest
 
+from intbmoe import foreign
 from intbmoe.cli import main
 from intbmoe.commands import doctor
 
@@ -71,3 +74,21 @@ def test_extras_that_are_missing_or_broken_are_named(monkeypatch):
     assert found["text"] == ("extra text", "tokenizers missing: pip install 'intbmoe[text]'", None)
     assert found["travel"] == ("extra travel", "duckdb cannot be imported: ImportError: libfoo.so is gone", False)
     assert found["onnx"].value == "works"
+
+
+def test_packages_that_only_intbmoe_can_import_are_named(monkeypatch):
+    """With a torchvision that was built for another torch, importing transformers fails everywhere else."""
+    monkeypatch.setattr(doctor, "import_module", lambda module: None)
+    monkeypatch.setattr(doctor, "_import", doctor._import.__wrapped__)  # remembers nothing
+    for repaired in (True, False):
+        monkeypatch.setattr(doctor, "torchvision_is_repaired", lambda repaired=repaired: repaired)
+        found = {extra: doctor._extra(extra, modules) for extra, modules in doctor.EXTRAS.items()}
+        told = {extra for extra, finding in found.items() if "inside intbmoe only" in finding.value}
+        assert told == ({"images", "huggingface"} if repaired else set())
+        assert all(finding.good is None for finding in found.values())
+
+
+def test_a_repaired_torchvision_is_one_that_fails_elsewhere():
+    foreign.import_torchvision(required=False)
+    run = subprocess.run([sys.executable, "-c", "import torchvision"], capture_output=True, text=True, check=False)
+    assert foreign.torchvision_is_repaired() == ("operator torchvision::nms does not exist" in run.stderr)

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from intbmoe.foreign import import_torchvision
+from intbmoe.foreign import import_torchvision, torchvision_is_repaired
 from intbmoe.methods.intbmoe import IntBMoE
 from intbmoe.ops import native
 from intbmoe.ops.backend import TRITON, Backend, choose_backend
@@ -31,6 +31,8 @@ EXTRAS = {
     "ray": ("ray",),
 }
 """The modules of each extra in pyproject.toml except those for developers."""
+WITH_TORCHVISION = ("timm", "torchvision", "transformers")
+"""Modules that import torchvision if it is installed."""
 BOUNDS = {torch.float64: 1e-12, torch.float32: 1e-4, torch.bfloat16: 5e-2}
 """How far outputs and gradients may be from float64, relative to the norm: a few units in the last place, and the sums
 of a few hundred of them."""
@@ -68,11 +70,20 @@ def _packages() -> list[Finding]:
 
 
 def _extra(extra: str, modules: tuple[str, ...]) -> Finding:
-    """Import the packages of an extra: one that is installed may still lack a library or another package."""
+    """Import the packages of an extra: one that is installed may still lack a library or another package.
+
+    A torchvision that does not fit torch is no fault here, because intbmoe repairs its import, but it is elsewhere.
+    """
     faults = [(module, fault) for module in modules if (fault := _import(module)) is not None]
     missing = [module for module, fault in faults if fault == "missing"]
     broken = [f"{module} cannot be imported: {fault}" for module, fault in faults if fault != "missing"]
     told = [f"{', '.join(missing)} missing: pip install 'intbmoe[{extra}]'"] if missing else []
+    repaired = [module for module in modules if module in WITH_TORCHVISION and module not in dict(faults)]
+    if repaired and torchvision_is_repaired():
+        told.append(
+            f"{', '.join(repaired)} usable inside intbmoe only: torchvision was built for another torch; install the "
+            f"torchvision that fits torch {torch.__version__}"
+        )
     return Finding(f"extra {extra}", "; ".join([*broken, *told]) or "works", False if broken else None)
 
 
@@ -80,7 +91,7 @@ def _extra(extra: str, modules: tuple[str, ...]) -> Finding:
 def _import(module: str) -> str | None:
     """Return None if the module can be imported, otherwise why not, in a few words."""
     try:
-        if module in ("timm", "torchvision", "transformers"):
+        if module in WITH_TORCHVISION:
             import_torchvision(required=False)
         import_module(module)
     except Exception as error:  # whatever another package raises
