@@ -50,7 +50,7 @@ def test_untaken_tokens_are_in_the_metrics(tmp_path):
 
 
 def test_a_layer_that_takes_no_token(tmp_path, monkeypatch):
-    """No expert of DynMoE need be similar enough to any token: the run goes on, and its ratios of loads are left out."""
+    """If no expert of DynMoE is similar enough to a token, the run goes on, without ratios of loads."""
     fresh = DynMoE.__init__
 
     def strict(layer, *args, **options):
