@@ -12,6 +12,7 @@ from intbmoe.files import to_json
 from intbmoe.tasks.datasets import by_split, entries, field
 from intbmoe.tasks.errors import DataError
 from intbmoe.tasks.vision.class_names import FILE
+from intbmoe.tasks.vision.decode import in_mode
 
 IMAGE, LABEL = ("image", "img"), ("label", "labels", "class")
 
@@ -74,7 +75,7 @@ def _plain(label: Any, where: str) -> int | str:
 
 def _to_image(image: Any, where: str) -> Image.Image:
     if isinstance(image, Image.Image):
-        return image if image.mode in ("L", "RGB") else image.convert("RGB")
+        return in_mode(image, image.mode if image.mode in ("L", "RGB") else "RGB", where)
     tensor = hasattr(image, "detach")
     array = image.detach().cpu().numpy() if tensor else np.asarray(image)
     if array.ndim == 3 and tensor:

@@ -11,6 +11,7 @@ import warnings
 from PIL import Image
 
 from intbmoe.tasks.serving.requests import RequestError
+from intbmoe.tasks.vision.decode import in_mode
 
 FORMATS = ("PNG", "JPEG")
 IMAGE_BYTES = 8 * 2**20
@@ -51,8 +52,7 @@ def open_untrusted(content: bytes) -> Image.Image:
 def read_untrusted(content: bytes, mode: str) -> Image.Image:
     image = open_untrusted(content)
     try:
-        image.load()
-        return image if image.mode == mode else image.convert(mode)
+        return in_mode(image, mode, "image")
     except Exception as error:
         raise unreadable(content, error) from error
 
