@@ -15,12 +15,13 @@ Your own training loop needs no connection: call ``layer(x, mask)`` and the func
 import inspect
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from intbmoe.layer import MoELayer, moe_layers
+from intbmoe.layer import MoELayer, moe_layers, unwrap
 from intbmoe.statistics import recomputing
 from intbmoe.steps import after_step, aux_loss, before_step
 
@@ -45,7 +46,8 @@ class Connection:
     """The hooks of one model; ``connect`` makes one."""
 
     def __init__(self, model: nn.Module) -> None:
-        layers = [layer for _, layer in moe_layers(model)]
+        model = unwrap(model)  # what it passes on reaches the model itself, which is what copies and saves hold
+        layers = dict(moe_layers(model))
         if not layers:
             raise ValueError(f"{type(model).__name__} holds no MoE layer: put one in first (intbmoe.create makes it)")
         for hook in list(model._forward_hooks.values()):
@@ -56,15 +58,16 @@ class Connection:
         self._names = _argument_names(model)
         self._masks: dict[str, Tensor] = {}
         self._inside, self._lengths = False, set()  # whether the model is running, and how many tokens it was given
-        both = DECODER_MASK in self._names  # an encoder and a decoder, each with its own mask
-        self._of_decoder = {layer for name, layer in moe_layers(model) if both and "decoder" in name.split(".")}
         self._forwards, self._backward = 0, False  # forwards with different masks since the last recomputation
         self._again: Callable[[], Any] | None = None
         self._hooks: list[Any] = [
             model.register_forward_pre_hook(self._before_forward, with_kwargs=True),
             model.register_forward_hook(self._after_forward, with_kwargs=True),
         ]
-        self._hooks += [layer.register_forward_pre_hook(self._give_mask, with_kwargs=True) for layer in layers]
+        both = DECODER_MASK in self._names  # an encoder and a decoder, each with its own mask
+        for name, layer in layers.items():
+            give = partial(self._give_mask, both and "decoder" in name.split("."))
+            self._hooks.append(layer.register_forward_pre_hook(give, with_kwargs=True))
 
     def step_with(self, optimizer: Any) -> None:
         """Run ``before_step`` and ``after_step`` around ``optimizer.step()``; the optimizer may be wrapped."""
@@ -113,7 +116,9 @@ class Connection:
         if model.training:
             self._again = lambda: model(*arguments, **options)
 
-    def _give_mask(self, layer: MoELayer, arguments: tuple, options: dict[str, Any]) -> tuple[tuple, dict] | None:
+    def _give_mask(
+        self, of_decoder: bool, layer: MoELayer, arguments: tuple, options: dict[str, Any]
+    ) -> tuple[tuple, dict] | None:
         if not self._masks or len(arguments) > 1 or options.get("mask") is not None:
             return None
         if not (self._inside or recomputing()):
@@ -125,15 +130,15 @@ class Connection:
                     "activation checkpointing reruns a layer, but the model has run with another mask since: call "
                     "backward after each forward, or pass the layers their mask yourself"
                 )
-        mask = self._fitting(arguments[0] if arguments else options["x"], layer)
+        mask = self._fitting(arguments[0] if arguments else options["x"], layer, of_decoder)
         return None if mask is None else (arguments, {**options, "mask": mask})
 
-    def _fitting(self, x: Tensor, layer: MoELayer) -> Tensor | None:
+    def _fitting(self, x: Tensor, layer: MoELayer, of_decoder: bool) -> Tensor | None:
         """The mask for the tokens ``x``: the whole text's, or its last entries if earlier tokens are in a cache.
 
         Other lengths are not the text's: an image's patches, or frames of audio whose mask counts samples.
         """
-        masks = [mask for name, mask in self._masks.items() if (name == DECODER_MASK) == (layer in self._of_decoder)]
+        masks = [mask for name, mask in self._masks.items() if (name == DECODER_MASK) == of_decoder]
         for mask in masks:
             known = x.dim() == 3 and x.shape[1] <= mask.shape[1] and x.shape[1] in {mask.shape[1], *self._lengths}
             if known and x.shape[0] == mask.shape[0]:

@@ -8,6 +8,7 @@ the input, keeps padding out, and stores a forward's losses and counts in its ``
 them for a whole model.
 """
 
+import copy
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -23,7 +24,7 @@ from intbmoe.settings import Checked, PositiveInt
 from intbmoe.statistics import LayerStatistics, Result, Routing
 
 __all__ = [
-    "LayerConfig", "MoELayer", "OnePer", "Quantities", "Result", "Routing", "Unit", "local", "moe_layers",
+    "LayerConfig", "MoELayer", "OnePer", "Quantities", "Result", "Routing", "Unit", "copy_hooks", "local", "moe_layers",
     "name_without_wrappers", "require_whole", "unwrap",
 ]  # fmt: skip
 
@@ -279,6 +280,18 @@ def require_whole(model: nn.Module, wanted: str) -> None:
                 f"options=StateDictOptions(full_state_dict=True)) from torch.distributed.checkpoint.state_dict; then "
                 f"load the state into a model that is not sharded, and use that model"
             )
+
+
+HOOKS = ("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs")
+HOOKS += ("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called")
+"""Where torch keeps what runs around a module's forward."""
+
+
+def copy_hooks(layer: nn.Module, other: nn.Module, memo: dict[int, Any] | None = None) -> None:
+    """Give ``other`` the hooks around the forward of ``layer``; with the ``memo`` of a deep copy, copies of them."""
+    for name in HOOKS:
+        hooks = getattr(layer, name)
+        setattr(other, name, hooks.copy() if memo is None else copy.deepcopy(hooks, memo))
 
 
 def local(tensor: Tensor) -> Tensor:

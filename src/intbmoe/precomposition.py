@@ -5,7 +5,7 @@ import copy
 import torch
 from torch import Tensor, nn
 
-from intbmoe.layer import MoELayer, moe_layers, require_whole, unwrap
+from intbmoe.layer import MoELayer, copy_hooks, moe_layers, require_whole, unwrap
 from intbmoe.methods.intbmoe import ComposedMoE, IntBMoE
 
 FREQUENCIES = ("inv_freq", "original_inv_freq")
@@ -26,8 +26,10 @@ def precompose(model: nn.Module, dtype: torch.dtype | None = None, conditioning:
         raise ValueError(f"{type(model).__name__} holds no IntBMoE layer, so there is nothing to precompose")
     require_whole(model, "cannot precompose")
     vectors = {id(layer): conditioning if layer.config.conditioning_dim else None for layer in layers}
-    composed = {id(layer): layer.precompose(dtype, vectors[id(layer)]) for layer in layers}
-    served = copy.deepcopy(model, memo=dict(composed))
+    memo = {id(layer): layer.precompose(dtype, vectors[id(layer)]) for layer in layers}
+    served = copy.deepcopy(model, memo)
+    for layer in layers:  # their hooks may be methods of the model or of its connection, which were copied now
+        copy_hooks(layer, memo[id(layer)], memo)
     if dtype is not None:
         cast_for_serving(served, dtype)
     return served

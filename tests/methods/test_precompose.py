@@ -1,5 +1,6 @@
 """Precomposition: another type with the same outputs, independent of E, exportable."""
 
+import copy
 import io
 
 import pytest
@@ -99,6 +100,40 @@ def test_a_whole_model_is_copied_without_its_pools():
     with pytest.raises(ValueError, match="Linear holds no IntBMoE"):
         intbmoe.precompose(nn.Linear(2, 2))
     assert isinstance(intbmoe.precompose(make()), ComposedMoE)
+
+
+def scaled_input(module, arguments, options):
+    return (), {**options, "x": 2 * (arguments[0] if arguments else options["x"])}
+
+
+def halved(module, arguments, y):
+    return y / 2
+
+
+class Noted:
+    """A hook that is a method, and so copied with a model."""
+
+    def __init__(self):
+        self.seen = 0
+
+    def note(self, module, arguments, options, y):
+        self.seen += 1
+
+
+def test_hooks_around_a_layer_run_around_its_composed_form():
+    model, noted, x = nn.Sequential(make()).eval(), Noted(), tokens(2, 5)
+    bare = model(x)
+    model[0].register_forward_pre_hook(scaled_input, with_kwargs=True)
+    model[0].register_forward_hook(noted.note, with_kwargs=True, always_call=True)
+    model[0].register_forward_hook(halved)
+    expected = model(x)
+    assert not torch.equal(expected, bare)
+    for served in (intbmoe.precompose(model), intbmoe.precompose(copy.deepcopy(model)), model[0].precompose()):
+        assert torch.equal(served(x), expected)
+        assert torch.equal(copy.deepcopy(served)(x), expected)
+        with pytest.raises(ValueError, match="expected"):
+            served(x[..., :3])
+    assert noted.seen == 1 + 2  # the model, and the layer precomposed by itself, which shares it; others have copies
 
 
 def test_an_empty_composed_layer_loads_a_saved_one():

@@ -30,7 +30,7 @@ import torch
 from torch import Tensor, nn
 
 from intbmoe.checks import require
-from intbmoe.layer import LayerConfig, MoELayer, Quantities, Result, Routing, require_whole
+from intbmoe.layer import LayerConfig, MoELayer, Quantities, Result, Routing, copy_hooks, require_whole
 from intbmoe.ops import native
 from intbmoe.ops.backend import BACKENDS, Backend, choose_backend
 from intbmoe.ops.blocks import Blocks
@@ -235,12 +235,11 @@ class BlockLayer(MoELayer):
 
     def extra_repr(self) -> str:
         c = self.config
-        widths = "→".join(str(width) for width in c.widths)
         backend = self.backend or ("auto" if native.LIBRARY else "auto without the compiled library")
         shown = [(f.name, getattr(c, f.name), f.default) for f in fields(c) if f.name not in ("dim", "hidden")]
         always = "experts", "blocks", "top_k"
         options = [f"{name}={value}" for name, value, default in shown if name in always or value != default]
-        return ", ".join([widths, *options, f"backend={backend}"])
+        return ", ".join(["→".join(map(str, c.widths)), *options, f"backend={backend}"])
 
 
 @register(
@@ -357,8 +356,7 @@ class ComposedMoE(BlockLayer):
             composed = cls(layer.config).train(layer.training)
         with torch.no_grad(), autocast_off(layer.codebook):
             blocks = layer.blocks(dtype, "tiled", conditioning)
-        composed.backend = layer.backend
-        for name in ("router", "norms", "gate_norms", "gate_shifts", "scale"):
+        for name in ("backend", "router", "norms", "gate_norms", "gate_shifts", "scale"):
             setattr(composed, name, copy.deepcopy(getattr(layer, name)))
         if dtype == torch.float64:  # the wide type, in which everything beside the products is computed
             composed.double()
@@ -368,6 +366,7 @@ class ComposedMoE(BlockLayer):
         if blocks.token_filter is not None:
             composed.token_filter = nn.Parameter(blocks.token_filter.detach().to(dtype, copy=True))
             composed.block_filter = nn.Parameter(blocks.block_filter.detach())
+        copy_hooks(layer, composed)
         return composed.requires_grad_(False)
 
     @property

@@ -1,0 +1,86 @@
+"""Which of a model's arguments its layers get as their mask, and that precomposed copies get the same."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import intbmoe
+from intbmoe import ComposedMoE
+from small_intbmoe import make, tokens
+
+MASK = torch.ones(2, 5, dtype=torch.long)
+MASK[0, 3:] = 0
+
+
+class Host(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.ffn = nn.LayerNorm(8).double(), make()
+
+    def forward(self, x, attention_mask=None):
+        return self.ffn(self.norm(x))
+
+
+class Pair(nn.Module):
+    """An encoder and a decoder over texts of equal length, with a mask each."""
+
+    def __init__(self):
+        super().__init__()
+        self.encoder, self.decoder = Host(), Host()
+
+    def forward(self, x, attention_mask=None, decoder_attention_mask=None):
+        return self.decoder(self.encoder(x))
+
+
+MODELS = {Host: {"attention_mask": MASK}, Pair: {"attention_mask": MASK, "decoder_attention_mask": MASK.flip(1)}}
+
+
+def in_place(model):
+    for name, module in list(model.named_modules()):
+        if isinstance(module, intbmoe.IntBMoE):
+            model.set_submodule(name, module.precompose())
+    return model
+
+
+COPIES = {
+    "precompose": intbmoe.precompose,
+    "precompose a copy": lambda model: intbmoe.precompose(copy.deepcopy(model)),
+    "copy the precomposed": lambda model: copy.deepcopy(intbmoe.precompose(model)),
+    "compile and precompose": lambda model: intbmoe.precompose(torch.compile(model, backend="eager")),
+    "in place": in_place,
+}
+
+
+@pytest.mark.parametrize("way", COPIES)
+@pytest.mark.parametrize("kind", MODELS)
+def test_a_precomposed_copy_masks_what_its_model_masks(kind, way):
+    model, x = kind().eval(), tokens(2, 5)
+    bare = model(x)
+    intbmoe.connect(model)
+    expected = model(x, **MODELS[kind])
+    assert not torch.equal(expected, bare)
+    served = COPIES[way](model)
+    assert any(isinstance(module, ComposedMoE) for module in served.modules())
+    assert torch.equal(served(x, **MODELS[kind]), expected)
+
+
+def test_the_connections_of_a_model_and_its_copy_are_their_own():
+    model, x = Host().eval(), tokens(2, 5)
+    connection = intbmoe.connect(model)
+    served = intbmoe.precompose(model)
+    expected = model(x, MASK)
+    connection.remove()
+    assert torch.equal(served(x, MASK), expected)
+    intbmoe.connect(served).remove()  # replaces the copied connection
+    assert torch.equal(served(x, MASK), model(x, MASK))
+    assert not served.ffn._forward_pre_hooks
+
+
+def test_connecting_a_wrapper_and_its_model_connects_once():
+    model = Host()
+    wrapper = torch.compile(model, backend="eager")
+    for connected in (model, wrapper):
+        intbmoe.connect(connected)
+    assert len(model._forward_hooks) + len(wrapper._forward_hooks) == 1
