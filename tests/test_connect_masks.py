@@ -84,3 +84,50 @@ def test_connecting_a_wrapper_and_its_model_connects_once():
     for connected in (model, wrapper):
         intbmoe.connect(connected)
     assert len(model._forward_hooks) + len(wrapper._forward_hooks) == 1
+
+
+CAUSAL = torch.full((5, 5), -torch.inf).triu(1)
+NO_TOKEN_MASKS = {
+    "a causal mask called mask": {"mask": CAUSAL},
+    "padding marked by True": {"padding_mask": ~MASK.bool()},
+    "a mask of which tokens see each other": {"attention_mask": MASK[:, None, None, :].expand(-1, 1, 5, 5)},
+    "the same, added to scores": {"attention_mask": CAUSAL.expand(2, 1, 5, 5)},
+}
+
+
+class AnyHost(Host):
+    def forward(self, x, **given):
+        return self.ffn(x)
+
+
+@pytest.mark.parametrize("given", NO_TOKEN_MASKS.values(), ids=NO_TOKEN_MASKS.keys())
+def test_what_may_mean_something_else_is_not_taken(given, recwarn):
+    model, x = AnyHost().eval(), tokens(5 if "mask" in given else 2, 5)
+    bare = model(x)
+    intbmoe.connect(model)
+    assert torch.equal(model(x, **given), bare)
+    assert not recwarn.list
+
+
+def test_a_float_mask_of_tokens_is_told():
+    model, x = Host().eval(), tokens(2, 5)
+    bare = model(x)
+    intbmoe.connect(model)
+    with pytest.warns(UserWarning, match=r"attention_mask is torch.float32 .*\(2, 5\), .*make it bool or integers"):
+        assert torch.equal(model(x, MASK.float()), bare)
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int32, torch.uint8])
+def test_a_mask_of_another_name_is_taken_if_named(dtype):
+    model, x = AnyHost().eval(), tokens(2, 5)
+    intbmoe.connect(model, mask="padding_mask")
+    expected = model.ffn(x, MASK.bool())
+    assert torch.equal(model(x, padding_mask=MASK.to(dtype)), expected)
+    assert torch.equal(model(x, attention_mask=MASK), model.ffn(x))
+    with pytest.raises(TypeError, match=r"padding_mask is torch.float32 of shape \(5, 5\): expected bool or integers"):
+        model(x, padding_mask=CAUSAL)
+
+
+def test_a_mask_that_no_argument_holds_is_told():
+    with pytest.raises(ValueError, match=r"mask='attention_msk' .* Host.forward: did you mean 'attention_mask'\?"):
+        intbmoe.connect(Host(), mask="attention_msk")

@@ -3,8 +3,8 @@
 A host model passes only tokens to its FFNs, and its trainer knows only one loss. ``connect(model, optimizer)`` closes
 both gaps from outside, with hooks that work in any framework:
 
-    mask     the model's ``attention_mask`` (batch, tokens) goes to every MoE layer that is called without a mask and
-             gets as many tokens as the model, so not to the patches of its images
+    mask     the model's ``attention_mask`` (batch, tokens), True or 1 for a token that counts, goes to every MoE layer
+             that is called without a mask and gets as many tokens as the model, so not to the patches of its images
     loss     a training forward that returns a loss returns it with the layers' auxiliary losses added, unless the
              model adds them itself and says so with ``collects_aux_loss = True``
     steps    ``before_step`` and ``after_step`` run around the optimizer's step
@@ -14,29 +14,36 @@ Your own training loop needs no connection: call ``layer(x, mask)`` and the func
 
 import inspect
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from intbmoe.checks import did_you_mean, require
 from intbmoe.layer import MoELayer, moe_layers, unwrap
 from intbmoe.statistics import recomputing
 from intbmoe.steps import after_step, aux_loss, before_step
 
 DECODER_MASK = "decoder_attention_mask"
-MASKS = ("attention_mask", DECODER_MASK, "padding_mask", "mask")
-"""Arguments of a host's forward that may hold a padding mask: 1 or True marks a valid token."""
+MASKS = ("attention_mask", DECODER_MASK)
+"""Arguments whose meaning is agreed: True or 1 marks a token that counts. Others, such as ``padding_mask``, mark what
+counts in one model and what does not in the next, so ``connect`` takes them only if it is told to."""
 
 
-def connect(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> "Connection":
+def connect(
+    model: nn.Module, optimizer: torch.optim.Optimizer | None = None, *, mask: str | None = None
+) -> "Connection":
     """Connect ``model``'s MoE layers with the model around them, until ``Connection.remove`` is called.
 
     A model has one connection: calling this again, for example by rerunning a notebook cell, replaces the first one.
     If the framework creates the optimizer later, pass it then: ``connection.step_with(optimizer)``.
+
+    ``mask`` names the argument of the model's forward that holds its mask, if that is not ``attention_mask``: bool or
+    integers of shape (batch, tokens), True or 1 for a token that counts.
     """
-    connection = Connection(model)
+    connection = Connection(model, mask)
     if optimizer is not None:
         connection.step_with(optimizer)
     return connection
@@ -45,17 +52,22 @@ def connect(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) ->
 class Connection:
     """The hooks of one model; ``connect`` makes one."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, mask: str | None = None) -> None:
         model = unwrap(model)  # what it passes on reaches the model itself, which is what copies and saves hold
         layers = dict(moe_layers(model))
         if not layers:
             raise ValueError(f"{type(model).__name__} holds no MoE layer: put one in first (intbmoe.create makes it)")
+        arguments = _arguments(model)
+        self._names = list(arguments)
+        self._mask_names = MASKS if mask is None else (mask,)
+        any_name = any(argument.kind is argument.VAR_KEYWORD for argument in arguments.values())
+        wanted = f"an argument of {type(model).__name__}.forward: {did_you_mean(str(mask), self._names)}"
+        require(mask is None or any_name or mask in self._names, "mask", mask, wanted)
         for hook in list(model._forward_hooks.values()):
             earlier = getattr(hook, "__self__", None)
             if isinstance(earlier, Connection):  # two would collect the losses twice
                 earlier.remove()
         self.model = model
-        self._names = _argument_names(model)
         self._masks: dict[str, Tensor] = {}
         self._inside, self._lengths = False, set()  # whether the model is running, and how many tokens it was given
         self._forwards, self._backward = 0, False  # forwards with different masks since the last recomputation
@@ -64,7 +76,7 @@ class Connection:
             model.register_forward_pre_hook(self._before_forward, with_kwargs=True),
             model.register_forward_hook(self._after_forward, with_kwargs=True),
         ]
-        both = DECODER_MASK in self._names  # an encoder and a decoder, each with its own mask
+        both = mask is None and DECODER_MASK in self._names  # an encoder and a decoder, each with its own mask
         for name, layer in layers.items():
             give = partial(self._give_mask, both and "decoder" in name.split("."))
             self._hooks.append(layer.register_forward_pre_hook(give, with_kwargs=True))
@@ -107,14 +119,33 @@ class Connection:
 
     def _before_forward(self, model: nn.Module, arguments: tuple, options: dict[str, Any]) -> None:
         given = {**dict(zip(self._names, arguments, strict=False)), **options}
-        found = {name: given[name] for name in MASKS if isinstance(given.get(name), Tensor) and given[name].dim() == 2}
+        found = {name: given[name] for name in self._mask_names if self._holds_mask(name, given.get(name))}
         new = found.keys() != self._masks.keys() or any(found[name] is not self._masks[name] for name in found)
         self._forwards, self._backward = 1 if self._backward else self._forwards + new, False
         self._masks, self._inside = found, True
-        texts = (value for name, value in given.items() if name not in (*MASKS, "labels") and isinstance(value, Tensor))
+        others = (value for name, value in given.items() if name not in (*self._mask_names, "labels"))
+        texts = (value for value in others if isinstance(value, Tensor))
         self._lengths = {text.shape[1] for text in texts if text.dim() in (2, 3)}
         if model.training:
             self._again = lambda: model(*arguments, **options)
+
+    def _holds_mask(self, name: str, value: Any) -> bool:
+        """Whether an argument says of each token if it counts; an expanded mask says which tokens see each other."""
+        if not isinstance(value, Tensor):
+            return False
+        whole = not (value.is_floating_point() or value.is_complex())
+        if value.dim() == 2 and whole:
+            return True
+        found = f"{name} is {value.dtype} of shape {tuple(value.shape)}"
+        if name not in MASKS:
+            raise TypeError(f"{found}: expected bool or integers (batch, tokens), True or 1 for a token that counts")
+        if value.dim() == 2 and not torch.compiler.is_compiling():  # 0 could mean that a token counts
+            warnings.warn(
+                f"{found}, so the MoE layers do not get it and treat padding as tokens: make it bool or integers, True "
+                f"or 1 for a token that counts",
+                stacklevel=2,
+            )
+        return False
 
     def _give_mask(
         self, of_decoder: bool, layer: MoELayer, arguments: tuple, options: dict[str, Any]
@@ -175,15 +206,15 @@ class Connection:
         return loss
 
 
-def _argument_names(model: nn.Module) -> list[str]:
-    """The names of the arguments of a model's forward; of a wrapper that passes on any, those of the model in it."""
+def _arguments(model: nn.Module) -> Mapping[str, inspect.Parameter]:
+    """The arguments of a model's forward; of a wrapper that passes on any, those of the model in it."""
     variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     while True:
         parameters = inspect.signature(model.forward).parameters
         inner = (getattr(model, name, None) for name in ("module", "_orig_mod", "base_model", "model"))
         inside = next((module for module in inner if isinstance(module, nn.Module) and module is not model), None)
         if inside is None or any(parameter.kind not in variable for parameter in parameters.values()):
-            return list(parameters)
+            return parameters
         model = inside
 
 
