@@ -191,7 +191,12 @@ def test_collecting_or_stepping_twice_is_told_as_what_it_may_be():
         def forward(self, x):
             return super().forward(x).sum()
 
-    model = WithLoss(Echo(4, 4))
+    class Moving(Echo):
+        @classmethod
+        def family_after_step(cls, layers, sums, optimizer):
+            pass
+
+    model = WithLoss(Moving(4, 4))
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     intbmoe.connect(model, optimizer)
     loss = model(torch.randn(1, 2, 4))
@@ -199,7 +204,7 @@ def test_collecting_or_stepping_twice_is_told_as_what_it_may_be():
         loss + intbmoe.aux_loss(model)
     loss.backward()
     optimizer.step()
-    with pytest.raises(RuntimeError, match=r"no counts for this step: .* connected model that returns a loss"):
+    with pytest.raises(RuntimeError, match=r"no counts for this step: .*connected model that returns a loss"):
         optimizer.step()
 
 

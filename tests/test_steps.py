@@ -124,9 +124,20 @@ def test_families_see_all_their_layers_and_the_steps_sums_once():
 
 
 def test_a_step_without_counts_is_refused():
-    model = model_of(Echo(4, 4))
-    with pytest.raises(RuntimeError, match=r"layer '0' has no counts for this step: .*aux_loss"):
-        intbmoe.after_step(model)
+    moving, losing = model_of(Family(4, 4)), model_of(Echo(4, 4))
+    losing(torch.randn(1, 2, 4))
+    for model in (moving, losing):
+        with pytest.raises(RuntimeError, match=r"layer '0' has no counts for this step: .*aux_loss"):
+            intbmoe.after_step(model)
+
+
+def test_a_method_without_losses_and_state_needs_no_counts():
+    model = model_of(intbmoe.create("intbmoe", 4, 8, experts=2, blocks=2))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    intbmoe.connect(model, optimizer)  # and the model returns no loss
+    for _ in range(2):
+        model(torch.randn(1, 2, 4)).sum().backward()
+        optimizer.step()
 
 
 def test_counts_and_records_are_no_part_of_the_state():

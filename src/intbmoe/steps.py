@@ -71,12 +71,16 @@ def after_step(model: nn.Module, optimizer: Any = None) -> None:
     """Call after ``optimizer.step()``: updates the state that has no gradients, from the step's global counts."""
     training = {name: layer for name, layer in moe_layers(model) if layer.training}
     ran = {name: layer for name, layer in training.items() if layer.statistics.pending}
-    if len(ran) < len(training) and _all_must_run(ran):
-        name = next(name for name in training if name not in ran)
+    missing = {name: layer for name, layer in training.items() if name not in ran and (ran or _needs_counts(layer))}
+    if missing and _all_must_run(ran):
+        name, layer = next(iter(missing.items()))
         raise RuntimeError(
-            f"{_called(name, training[name])} has no counts for this step: no training forward whose losses were "
-            f"collected since the last step (by aux_loss(model), or by a connected model that returns a loss)"
+            f"{_called(name, layer)} has no counts for this step: no training forward whose losses were collected "
+            f"since the last step. Add intbmoe.aux_loss(model) to the loss of each micro-batch (a connected model that "
+            f"returns a loss does so itself), and step once per forward"
         )
+    if not ran:
+        return
     _all_reduce([layer.statistics.pending for layer in ran.values()])
     for family, members in _families(model):
         if members := [layer for layer in members if layer.statistics.pending]:
@@ -91,6 +95,18 @@ _ALONE = " (which only a single process allows)"
 def _all_must_run(ran: Mapping[str, MoELayer]) -> bool:
     """Whether a layer that did not run is an error: if none did, or if ranks, which add up counts, could differ."""
     return not ran or (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1)
+
+
+def moves_state(layer: MoELayer) -> bool:
+    """Whether the method does anything before or after an optimizer step."""
+    hooks = ("family_before_step", "family_after_step")
+    return any(getattr(type(layer), hook).__func__ is not getattr(MoELayer, hook).__func__ for hook in hooks)
+
+
+def _needs_counts(layer: MoELayer) -> bool:
+    """Whether a step without the layer's counts is a mistake: its state stood still, or its losses were forgotten."""
+    record = layer.statistics.record
+    return moves_state(layer) or (record is not None and bool(record.losses))
 
 
 def _called(name: str, layer: MoELayer) -> str:

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 from intbmoe.layer import MoELayer, moe_layers
 from intbmoe.precision import wide
 from intbmoe.precomposition import precompose, wide_tensors
-from intbmoe.steps import aux_loss
+from intbmoe.steps import aux_loss, moves_state
 
 IGNORED = -100  # the label that the loss ignores
 
@@ -118,12 +118,6 @@ class MixtureModel(PreTrainedModel):
             if isinstance(getattr(module, "config", None), type(self.config)):
                 module.config = served.config
         return served
-
-
-def moves_state(layer: MoELayer) -> bool:
-    """Whether the method does anything before or after an optimizer step."""
-    hooks = ("family_before_step", "family_after_step")
-    return any(getattr(type(layer), hook).__func__ is not getattr(MoELayer, hook).__func__ for hook in hooks)
 
 
 def state_shapes(model: nn.Module) -> dict[str, list[int]] | None:
