@@ -1,6 +1,7 @@
 """Precomposing whole models: ``intbmoe.precompose(model)``."""
 
 import copy
+from functools import cache
 
 import torch
 from torch import Tensor, nn
@@ -47,9 +48,12 @@ def cast_for_serving(model: nn.Module, dtype: torch.dtype) -> None:
         spared |= {id(tensor) for tensor in (*layer.parameters(), *layer.buffers())}
     # Positions times frequencies are large angles; transformers, too, loads half-precision models with float32 ones.
     spared |= {id(buffer) for name, buffer in model.named_buffers() if name.rpartition(".")[2] in FREQUENCIES}
-    for tensor in (*model.parameters(), *model.buffers()):
-        if tensor.is_floating_point() and id(tensor) not in spared:
-            tensor.data = tensor.data.to(dtype)
+
+    @cache  # a buffer of two modules stays one
+    def cast(tensor: Tensor) -> Tensor:
+        return tensor.to(dtype) if tensor.is_floating_point() and id(tensor) not in spared else tensor
+
+    model._apply(cast)  # the way of ``model.to``, at which hosts clear what they have derived from their weights
 
 
 def wide_tensors(layer: MoELayer) -> dict[str, Tensor]:

@@ -331,3 +331,31 @@ def test_the_frequencies_of_rotary_positions_keep_their_type():
     model = nn.Sequential(IntBMoE(8, 16), nn.Module())
     model[1].register_buffer("inv_freq", torch.randn(4))
     assert intbmoe.precompose(model, torch.bfloat16)[1].inv_freq.dtype == torch.float32
+
+
+class Cached(nn.Module):
+    """Keeps what it derives from its weights until they are cast, as some of timm's attentions do."""
+
+    def __init__(self):
+        super().__init__()
+        self.bias, self.kept = nn.Parameter(torch.randn(8)), {}
+        self.register_buffer("shift", torch.randn(8))
+
+    def _apply(self, *arguments, **options):
+        self.kept = {}
+        return super()._apply(*arguments, **options)
+
+    def forward(self, x):
+        return x + self.kept.setdefault(x.device, self.bias + self.shift)
+
+
+def test_casting_clears_what_a_host_has_derived_and_keeps_ties():
+    model = nn.Sequential(Cached(), IntBMoE(8, 16), Cached()).eval()
+    model[2].bias, model[2].shift = model[0].bias, model[0].shift
+    x = torch.randn(2, 3, 8)
+    with torch.no_grad():
+        model(x)
+    served = intbmoe.precompose(model, torch.bfloat16)
+    assert served(x.bfloat16()).dtype == torch.bfloat16
+    assert served[0].bias is served[2].bias
+    assert served[0].shift is served[2].shift
