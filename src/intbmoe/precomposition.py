@@ -15,6 +15,7 @@ COMPOSED = ("block_weights", "shared", "token_filter", "block_filter")
 """The parts of a composed layer that ``precompose(dtype)`` casts."""
 
 
+@torch.inference_mode(False)  # its tensors could never be loaded into, nor take part in a backward
 def precompose(model: nn.Module, dtype: torch.dtype | None = None, conditioning: Tensor | None = None) -> nn.Module:
     """Return a copy of ``model`` with every IntBMoE replaced by its precomposed form; the pools are not copied.
 

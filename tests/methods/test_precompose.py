@@ -359,3 +359,16 @@ def test_casting_clears_what_a_host_has_derived_and_keeps_ties():
     assert served(x.bfloat16()).dtype == torch.bfloat16
     assert served[0].bias is served[2].bias
     assert served[0].shift is served[2].shift
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_what_is_composed_in_inference_mode_is_ordinary(dtype):
+    model = nn.Sequential(nn.Linear(8, 8), IntBMoE(8, 16), nn.BatchNorm1d(3)).eval()
+    with torch.inference_mode():
+        served, layer = intbmoe.precompose(model, dtype), model[1].precompose(dtype)
+    for made in (served, layer):
+        assert not any(tensor.is_inference() for tensor in (*made.parameters(), *made.buffers()))
+        made.load_state_dict(made.state_dict())
+    x = torch.randn(2, 3, 8, dtype=dtype, requires_grad=True)
+    served(x).sum().backward()
+    assert x.grad.isfinite().all()

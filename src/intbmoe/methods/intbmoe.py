@@ -341,14 +341,14 @@ class ComposedMoE(BlockLayer):
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         c, paths = self.config, self.config.paths
-        pairs = list(pairwise(c.widths))
-        self.block_weights = nn.ParameterList(torch.zeros(c.blocks, a, paths * b) for a, b in pairs)
-        self.block_biases = nn.ParameterList(torch.zeros(c.blocks, paths * b) for _, b in pairs if c.bias)
+        self.block_weights = nn.ParameterList(torch.zeros(c.blocks, a, paths * b) for a, b in pairwise(c.widths))
+        self.block_biases = nn.ParameterList(torch.zeros(c.blocks, paths * b) for b in c.widths[1:] if c.bias)
         self.token_filter = nn.Parameter(torch.zeros(c.dim, c.dim)) if c.filter else None
         self.block_filter = nn.Parameter(torch.zeros(c.blocks, c.dim)) if c.filter else None
         self.requires_grad_(False)
 
     @classmethod
+    @torch.inference_mode(False)  # its tensors could never be loaded into, nor take part in a backward
     def of(cls, layer: IntBMoE, dtype: torch.dtype, conditioning: Tensor | None = None) -> "ComposedMoE":
         """Compose ``layer``'s blocks, once."""
         require_whole(layer, "cannot precompose")
