@@ -361,6 +361,14 @@ def test_casting_clears_what_a_host_has_derived_and_keeps_ties():
     assert served[0].shift is served[2].shift
 
 
+@pytest.mark.parametrize("wrong", ["bfloat16", torch.int8])
+def test_another_dtype_is_told(wrong):
+    layer = IntBMoE(8, 16)
+    for precompose in (layer.precompose, lambda dtype: intbmoe.precompose(nn.Sequential(layer), dtype)):
+        with pytest.raises(ValueError, match=r"is not allowed: dtype must be a torch\.dtype of floats"):
+            precompose(wrong)
+
+
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
 def test_what_is_composed_in_inference_mode_is_ordinary(dtype):
     model = nn.Sequential(nn.Linear(8, 8), IntBMoE(8, 16), nn.BatchNorm1d(3)).eval()

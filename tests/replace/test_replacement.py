@@ -273,6 +273,9 @@ def test_what_does_not_fit_the_method_or_the_host_is_refused():
         intbmoe.replace_ffn(model, "mumoe_cp", start="shared", experts=3)
     with pytest.raises(ValueError, match="dim=16 is not allowed: dim must be left out"):
         intbmoe.replace_ffn(model, "intbmoe", dim=16)
+    for wrong in ("(", 5):
+        with pytest.raises(ValueError, match=r"match=.*(\(|5).* is not allowed: match must be a regular expression"):
+            intbmoe.replace_ffn(model, match=wrong)
     with pytest.raises(ValueError, match=r"redraw=0\.5 is not allowed"):
         intbmoe.replace_ffn(model, "intbmoe", redraw=0.5)
     with pytest.raises(ValueError, match="start='warm' is not allowed"):

@@ -351,6 +351,7 @@ class ComposedMoE(BlockLayer):
     @torch.inference_mode(False)  # its tensors could never be loaded into, nor take part in a backward
     def of(cls, layer: IntBMoE, dtype: torch.dtype, conditioning: Tensor | None = None) -> "ComposedMoE":
         """Compose ``layer``'s blocks, once."""
+        require(isinstance(dtype, torch.dtype) and dtype.is_floating_point, "dtype", dtype, "a torch.dtype of floats")
         require_whole(layer, "cannot precompose")
         with torch.device("meta"):  # every tensor is replaced below; no random numbers are drawn
             composed = cls(layer.config).train(layer.training)

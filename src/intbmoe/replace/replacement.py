@@ -55,6 +55,7 @@ def replace_ffn(
     require(0 <= redraw < 1, "redraw", redraw, "a fraction in [0, 1)")
     require(not redraw or start == "copy", "redraw", redraw, "0 unless start='copy'")
     require("dim" not in options, "dim", options.get("dim"), "left out: it is the width of the FFN's tokens")
+    require(match is None or _is_pattern(match), "match", match, r"a regular expression, such as r'encoder\..*mlp'")
     find_method(method)
     model = unwrap(model)
     chosen, left = _choose(model, layers, match)
@@ -74,6 +75,14 @@ def replace_ffn(
         with _evaluating(model), torch.no_grad():
             change = _largest(_first_tensor(_call(model, example)) - before)
     return Report(method, start, tuple(row for _, row in pairs), (parameters, _count(model)), left, change)
+
+
+def _is_pattern(match: Any) -> bool:
+    try:
+        re.compile(match)
+    except (re.error, TypeError):
+        return False
+    return True
 
 
 def _choose(model: nn.Module, layers: Iterable[int] | None, match: str | None) -> tuple[list[FFN], dict[str, str]]:
