@@ -131,3 +131,15 @@ def test_a_mask_of_another_name_is_taken_if_named(dtype):
 def test_a_mask_that_no_argument_holds_is_told():
     with pytest.raises(ValueError, match=r"mask='attention_msk' .* Host.forward: did you mean 'attention_mask'\?"):
         intbmoe.connect(Host(), mask="attention_msk")
+
+
+def test_a_failed_forward_leaves_no_mask_behind():
+    """After running out of memory, say, a layer that is called by itself must not get the mask of that forward."""
+    model, x = Host().eval(), tokens(2, 5)
+    expected = model.ffn(x)
+    intbmoe.connect(model)
+    fail = model.ffn.register_forward_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        model(x, attention_mask=MASK)
+    fail.remove()
+    assert torch.equal(model.ffn(x), expected)

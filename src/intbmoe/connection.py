@@ -74,7 +74,7 @@ class Connection:
         self._again: Callable[[], Any] | None = None
         self._hooks: list[Any] = [
             model.register_forward_pre_hook(self._before_forward, with_kwargs=True),
-            model.register_forward_hook(self._after_forward, with_kwargs=True),
+            model.register_forward_hook(self._after_forward, with_kwargs=True, always_call=True),  # after errors, too
         ]
         both = mask is None and DECODER_MASK in self._names  # an encoder and a decoder, each with its own mask
         for name, layer in layers.items():
