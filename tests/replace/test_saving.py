@@ -7,7 +7,9 @@ from functools import partial
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch.distributed import checkpoint
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 
 import intbmoe
 from foreign_models import SIZES, TIMM, TRANSFORMERS, hf, output, timm, timm_model, transformers_model
@@ -158,6 +160,19 @@ def test_copies_of_a_model_keep_the_marks():
     for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         assert_same(twin, model, inputs)
         twin.load_state_dict(model.state_dict())  # strict: the marks are not parameters
+
+
+@pytest.mark.parametrize("name", [*each(TRANSFORMERS), *each(TIMM)])
+def test_distributed_checkpoints_take_the_model(name, tmp_path):
+    """torch.distributed.checkpoint, with which trainers save sharded models, looks for every name of a state."""
+    model, inputs = (transformers_model if name in TRANSFORMERS else timm_model)(name)
+    intbmoe.replace_ffn(model, "intbmoe", **SMALL)
+    twin = stirred(copy.deepcopy(model))
+    checkpoint.save(get_model_state_dict(model), checkpoint_id=tmp_path)
+    read = get_model_state_dict(twin)
+    checkpoint.load(read, checkpoint_id=tmp_path)
+    set_model_state_dict(twin, read)
+    assert_same(twin, model, inputs)
 
 
 def test_weights_that_do_not_fit_are_an_error(tmp_path):

@@ -15,6 +15,7 @@ import re
 from collections.abc import Iterable, Mapping
 from os import PathLike
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -208,11 +209,22 @@ def _add_entries(host: nn.Module, state: dict[str, Tensor], prefix: str, _: Any)
     for name, record in host.replaced_ffns.items():
         marker = prefix + record["marker"]
         state[marker] = torch.zeros(1)
+        _make_findable(host, record["marker"])
         # These names stay as they are in memory; transformers renames some of the state's when it saves.
         whole, removed = name_without_wrappers(prefix + name), name_without_wrappers(marker)
         composed = any(isinstance(module, ComposedMoE) for module in host.get_submodule(name).modules())
         records[whole] = {**record, "marker": removed, "composed": composed}
     state[prefix + HINT] = torch.tensor(list(json.dumps(records, sort_keys=True).encode()), dtype=torch.uint8)
+    _make_findable(host, HINT)
+
+
+def _make_findable(host: nn.Module, name: str) -> None:
+    """Give ``host`` attributes along an entry's name: torch.distributed.checkpoint looks for every name of a state."""
+    at: Any = host
+    for part in name.split("."):
+        if not hasattr(at, part):
+            setattr(at, part, SimpleNamespace())
+        at = getattr(at, part)
 
 
 def _drop_entries(host: nn.Module, state: dict[str, Tensor], prefix: str, *_: Any) -> None:
