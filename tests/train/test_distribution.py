@@ -12,8 +12,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from tiny_task import assert_close_metrics, still, tiny_recipe
+from torch import nn
 
+import intbmoe
+from intbmoe.registry import list_methods
 from intbmoe.train import RunDirectory, train
+from intbmoe.train.distribution import stacked_blocks
 from intbmoe.train.files import read_tensors
 from intbmoe.train.resume import CheckpointFolder
 from ranks import run_ranks
@@ -23,7 +27,8 @@ MORE_METHODS = ("remoe", "dynmoe", "switch")
 
 
 def recipe_of(method, **train):
-    return still(tiny_recipe(method, log_every=1, eval_every=0.6, **train))
+    model = {"apart": method == "intbmoe"}
+    return still(tiny_recipe(method, model=model, log_every=1, eval_every=0.6, **train))
 
 
 def pools_recipe():
@@ -140,6 +145,13 @@ def test_shards_train_as_replicas_do(runs):
     replicated, sharded = (RunDirectory.of(recipe, runs[0] / kind) for kind in ("replicated", "sharded"))
     assert_close_metrics(sharded, replicated)
     assert_close_models(sharded, replicated)
+
+
+@pytest.mark.parametrize("method", list_methods())
+def test_the_parts_of_a_layer_are_no_blocks(method):
+    """PLE, for one, uses the parameters of its listed parts without calling them, so they are no units of FSDP2."""
+    layer = intbmoe.create(method, 8, **intbmoe.match_budget(method, 8, 8, experts=4))
+    assert stacked_blocks(nn.Sequential(layer)) == []
 
 
 def test_shared_out_pools_train_as_one_process_does(runs, tmp_path):

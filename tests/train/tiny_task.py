@@ -28,6 +28,8 @@ class TinyData:
 class TinyModelConfig:
     dropout: float = 0.1
     double: bool = False
+    apart: bool = False
+    """Whether one more mixture lies outside the blocks, as in a recommender's head."""
 
 
 @dataclass(frozen=True)
@@ -66,9 +68,10 @@ class TinyBlock(nn.Module):
 
 
 class TinyModel(nn.Module):
-    def __init__(self, make_ffn, dropout):
+    def __init__(self, make_ffn, dropout, apart):
         super().__init__()
         self.blocks = nn.ModuleList(TinyBlock(make_ffn(), dropout) for _ in range(2))
+        self.apart = TinyBlock(make_ffn(), dropout) if apart else nn.Identity()
         self.norm = nn.LayerNorm(DIM)
         self.head = nn.Linear(DIM, CLASSES)
 
@@ -76,7 +79,7 @@ class TinyModel(nn.Module):
         x = x.to(self.head.weight.dtype)
         for block in self.blocks:
             x = block(x)
-        return self.head(self.norm(x).mean(1))
+        return self.head(self.norm(self.apart(x)).mean(1))
 
 
 @register_task("tiny")
@@ -88,8 +91,9 @@ class TinyTask(Task):
     def make_model(self):
         moe = self.recipe.moe
         options = intbmoe.match_budget(moe.name, DIM, 8, experts=moe.experts) | moe.options
-        model = TinyModel(lambda: intbmoe.create(moe.name, DIM, **options), self.recipe.model.dropout)
-        return model.double() if self.recipe.model.double else model
+        one = self.recipe.model
+        model = TinyModel(lambda: intbmoe.create(moe.name, DIM, **options), one.dropout, one.apart)
+        return model.double() if one.double else model
 
     def split(self, name):
         return TinyExamples(self.recipe.data, name)
@@ -149,7 +153,7 @@ def tiny_recipe(method="switch", *, data=None, model=None, **train):
 
 def still(recipe):
     """The recipe in float64 without dropout and noise, to compare runs that divide a batch in different ways."""
-    return replace(recipe, data=replace(recipe.data, noise=0.0), model=TinyModelConfig(dropout=0.0, double=True))
+    return replace(recipe, data=replace(recipe.data, noise=0.0), model=replace(recipe.model, dropout=0.0, double=True))
 
 
 def assert_close_metrics(run, expected, rel=1e-9):

@@ -34,8 +34,12 @@ LOST = ("closed by peer", "reset by peer", "broken pipe", "timed out waiting", "
 
 
 def stacked_blocks(model: nn.Module) -> list[nn.Module]:
-    """Return the blocks of a Transformer: the members of its module lists that lie inside no other member."""
-    stacks = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
+    """Return the blocks of a Transformer: the members of its module lists that lie inside no other member.
+
+    Lists inside an MoE layer do not count: a layer may use its parts' parameters without calling the parts.
+    """
+    inside_layers = {id(module) for _, layer in moe_layers(model) for module in layer.modules()}
+    stacks = [m for m in model.modules() if isinstance(m, nn.ModuleList) and id(m) not in inside_layers]
     inner = {id(m) for stack in stacks for member in stack for m in member.modules() if m is not member}
     members = [member for stack in stacks for member in stack if id(member) not in inner]
     return [member for member in members if any(True for _ in member.parameters())]
