@@ -252,7 +252,8 @@ def test_warm_ups_are_compared_in_steps_and_by_first_seeds(plan, monkeypatch):
     monkeypatch.setitem(STUDIES, "digits-warmup", replace(STUDIES["digits"], labels=("dense", "vmoe", "switch")))
     found = {"digits": {"dense": [run(dense, 0.1, 0.5), run(later, 0.1, 0.9)], "vmoe": [run(vmoe, 0.1, 0.4)]}}
     longer = [run(dense, 0.5, 0.6), run(dense, 0.75, 0.55), run(later, 0.5, 0.9), run(vmoe, 0.75, 0.3)]
-    longer = [{**one, "study": "digits-warmup"} for one in longer]
+    other_rate = study_plan.change(dense, ["train.warmup=0.75", "train.lr=0.5"])
+    longer = [{**one, "study": "digits-warmup"} for one in [*longer, summary_of(other_rate, 0.99)]]
     lines = study_tried.warmups_text("digits", found, longer).splitlines()
     assert lines[0] == "| Method | 2 | 10 | 15 |"
     assert lines[2:] == ["| Dense | 50.00 % | **60.00 %** | 55.00 % |", "| V-MoE | 40.00 % | – | 30.00 % |"]

@@ -282,8 +282,10 @@ def require_whole(model: nn.Module, wanted: str) -> None:
             )
 
 
-HOOKS = ("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs")
-HOOKS += ("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called")
+HOOKS = (
+    "_forward_pre_hooks", "_forward_pre_hooks_with_kwargs",
+    "_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called",
+)  # fmt: skip
 """Where torch keeps what runs around a module's forward."""
 
 

@@ -77,7 +77,7 @@ def after_step(model: nn.Module, optimizer: Any = None) -> None:
         raise RuntimeError(
             f"{_called(name, layer)} has no counts for this step: no training forward whose losses were collected "
             f"since the last step. Add intbmoe.aux_loss(model) to the loss of each micro-batch (a connected model that "
-            f"returns a loss does so itself), and step once per forward"
+            f"returns a loss does so itself), and run a forward before every step"
         )
     if not ran:
         return
