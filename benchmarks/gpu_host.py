@@ -1,11 +1,11 @@
 """Measures the host time of one layer on a GPU: Python, the dispatcher and the launches, while the device waits.
 
     python benchmarks/gpu_host.py                 # milliseconds of one call, and the kernels it starts
-    python benchmarks/gpu_host.py --graphs        # inference forwards replayed from CUDA graphs (parts/replay.py)
     python benchmarks/gpu_host.py --profile 40    # also where Python's time goes, function by function
 
 A call is timed by the host's clock without waiting for the device, with so few tokens that the device is always
-faster; so the figure is what an eager loop costs at any size. Figures are medians over rounds of ten calls each.
+faster; so the figure is what an eager loop costs at any size. Figures are medians over rounds of ten calls each, with
+kernels launched from Python and, in turns with that, replayed from CUDA graphs where that applies (graphs/replay.py).
 """
 
 import argparse
@@ -22,7 +22,7 @@ from gpu_timing import bf16_autocast, both_call, describe, forward_call, number,
 from torch import Tensor
 
 from intbmoe import create
-from intbmoe.parts import replay
+from intbmoe.graphs import replay
 
 TOKENS, ROUNDS, IN_A_ROW = 64, 40, 10
 
@@ -58,10 +58,9 @@ def host_ms(call: Callable[[], object]) -> float:
     torch.cuda.synchronize()
     begin = time.perf_counter()
     for _ in range(IN_A_ROW):
-        kept = call()
+        call()  # a graph is free again when the result of a forward without a backward is gone
     took = time.perf_counter() - begin
     torch.cuda.synchronize()
-    del kept
     return took * 1e3 / IN_A_ROW
 
 
@@ -75,27 +74,33 @@ def kernels(call: Callable[[], object]) -> int:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--profile", type=int, default=0, metavar="LINES", help="lines of Python's profile per call")
-    parser.add_argument("--graphs", action="store_true", help="replay inference forwards from CUDA graphs")
     arguments = parser.parse_args()
-    replay.enabled = arguments.graphs
     device = torch.device("cuda")
     measured = calls(device)
-    for call in measured.values():
+    times: dict[tuple[str, bool], list[float]] = {(name, graphs): [] for name in measured for graphs in (False, True)}
+    for name, graphs in times:
+        replay.enabled = graphs
         for _ in range(5):
-            call()
-    times: dict[str, list[float]] = {name: [] for name in measured}
+            measured[name]()
     for _ in range(ROUNDS):
-        for name, call in measured.items():
-            times[name].append(host_ms(call))
-    rows = [[name, number(statistics.median(times[name])), str(kernels(call))] for name, call in measured.items()]
+        for (name, graphs), found in times.items():
+            replay.enabled = graphs
+            found.append(host_ms(measured[name]))
+    replay.enabled = False
+    rows = [
+        [name, *(number(statistics.median(times[name, graphs])) for graphs in (False, True)), str(kernels(call))]
+        for name, call in measured.items()
+    ]
     machine = ", ".join(f"{key} {value}" for key, value in describe(device).items())
-    print_table(f"Host time of one call, {TOKENS} tokens at MiniPile's shape ({machine})", ["", "ms", "kernels"], rows)
-    for name, call in measured.items() if arguments.profile else ():
-        print(f"\n{name}")
+    about = f"Host time of one call, ms, {TOKENS} tokens at MiniPile's shape ({machine})"
+    print_table(about, ["", "launched", "replayed", "kernels"], rows)
+    for name, graphs in times if arguments.profile else ():
+        print(f"\n{name}, {'replayed' if graphs else 'launched'}")
+        replay.enabled = graphs
         profile = cProfile.Profile()
         profile.enable()
         for _ in range(50):
-            call()
+            measured[name]()
         profile.disable()
         torch.cuda.synchronize()
         pstats.Stats(profile).sort_stats("tottime").print_stats(arguments.profile)

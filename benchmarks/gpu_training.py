@@ -12,7 +12,8 @@ peak of all tensors, including parameters and optimizer. Blocks are compiled one
 as with ``train.compile``; ``--whole`` compiles the whole model at once. "captured": forward and backward are replayed
 from a CUDA graph, as with ``train.capture``; the optimizer's step is not part of it. "compiled, captured": the graph
 contains compiled kernels. "reduce-overhead": the compiler's mode of that name, which makes CUDA graphs itself; nothing
-else is captured.
+else is captured. Without any of these, mixtures replay graphs of their own (graphs/training.py), unless the row says
+"launched from Python".
 
 A dry run without a GPU: python benchmarks/gpu_training.py --device cpu --tiny
 """
@@ -35,6 +36,7 @@ from measure import write
 from torch import Tensor, nn
 
 import intbmoe
+from intbmoe.graphs import replay
 from intbmoe.layer import moe_layers
 from intbmoe.models.llama import Llama, LlamaConfig
 from intbmoe.models.vit import ViT, ViTConfig
@@ -44,8 +46,10 @@ from intbmoe.train.distribution import stacked_blocks
 
 DENSE, INTBMOE, NAIVE = "dense", "IntBMoE", "IntBMoE naive"
 EAGER, COMPILED, CAPTURED, BOTH, REDUCED = "", "compiled", "captured", "compiled, captured", "reduce-overhead"
+LAUNCHED = "launched from Python"
 WAYS = {
     "eager": ((DENSE, INTBMOE, NAIVE), EAGER),
+    "launched": ((INTBMOE,), LAUNCHED),
     "captured": ((DENSE, INTBMOE), CAPTURED),
     "compiled": ((DENSE, INTBMOE), COMPILED),
     "both": ((DENSE, INTBMOE), BOTH),
@@ -217,6 +221,7 @@ class Bench:
     def train(self, experiment: Experiment, ffn: str, how: str, fullgraph: bool) -> dict[str, Any]:
         """Measures a step in milliseconds, peak memory, seconds until the first step was done, and the last loss."""
         torch.manual_seed(0)
+        replay.enabled = how != LAUNCHED
         with self.device:
             model = experiment.build(ffn != DENSE).train()
         for _, layer in moe_layers(model):

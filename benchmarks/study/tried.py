@@ -32,7 +32,7 @@ def rates_text(name: str, summaries: Sequence[Summary]) -> str:
 
 
 def warmups_text(study: str, found: Mapping[str, Rows], summaries: Sequence[Summary]) -> str:
-    """Tabulates each method with the study's warm-up and with longer ones, in steps, first seed, at the study's rate."""
+    """Tabulates first seeds with the study's warm-up and with longer ones, in steps, at the study's learning rate."""
     shown = [run for rows in found[study].values() for run in rows]
     rates = {_rate(run) for run in shown}
     runs = [*shown, *(run for run in summaries if run["study"] == f"{study}-warmup" and _rate(run) in rates)]

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from intbmoe.checks import did_you_mean, require
+from intbmoe.graphs.replay import replayed
 from intbmoe.precision import autocast_dtype, autocast_off, cast
 from intbmoe.settings import Checked, PositiveInt
 from intbmoe.statistics import LayerStatistics, Result, Routing
@@ -93,6 +94,8 @@ class MoELayer(nn.Module):
         "experts": "a token's output needs all of its experts, so there is no single expert to send the token to"
     }
     """Modes of ``train.parallel`` that the method does not support, and why."""
+    REPLAYS: ClassVar[bool] = False
+    """Whether a GPU may replay forwards from CUDA graphs. Not inherited: a subclass may do what no graph can."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -138,6 +141,11 @@ class MoELayer(nn.Module):
     def open_choices(self) -> Tensor | None:
         """(choices,) bool: which choices are open in a growing pool; None if all are."""
         return None
+
+    @property
+    def replay_settings(self) -> tuple | None:
+        """What a forward depends on besides tensors and the Config; None if it may not be replayed from a graph."""
+        return ()
 
     def active_parameters(self) -> int:
         return sum(parameter.numel() for parameter in self.parameters())
@@ -200,6 +208,12 @@ class MoELayer(nn.Module):
 
         ``inputs`` are passed on to ``compute``: extra arguments of some methods, such as ``conditioning``.
         """
+        y = None
+        if state is None and not inputs and not torch.compiler.is_compiling():
+            y = replayed(self, x, mask, self._forward)
+        return self._forward(x, mask, state, **inputs) if y is None else y
+
+    def _forward(self, x: Tensor, mask: Tensor | None, state: Any = None, **inputs: Any) -> Tensor:
         self._check_input(x, mask)
         tokens = x.reshape(math.prod(x.shape[:-2]), *x.shape[-2:])  # not −1: there may be no tokens
         if mask is not None:

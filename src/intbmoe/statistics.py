@@ -78,7 +78,7 @@ class LayerStatistics:
         self.window: dict[str, Tensor] = {}  # counts of all steps since the window was last cleared, over all ranks
         self.warned: set[int] = set()  # dead experts that were already warned about
         self._recordings: dict[int, list[RoutedForward]] = {}  # thread id → its recorded forwards
-        self._uncollected = False  # whether gradients went through a forward whose losses were never collected
+        self.uncollected = False  # whether gradients went through a forward whose losses were never collected
 
     # Called by a forward.
 
@@ -89,8 +89,8 @@ class LayerStatistics:
     def keep(self, result: Result, count: Tensor, shape: tuple[int, ...], training: bool, layer: str) -> None:
         """Keep the result of a forward of ``count`` valid tokens and shape (…, T); errors call the layer ``layer``."""
         if training:
-            if self._uncollected:
-                self._uncollected = False
+            if self.uncollected:
+                self.uncollected = False
                 raise RuntimeError(
                     f"{layer} was trained without its auxiliary losses: add intbmoe.aux_loss(model) to the loss once "
                     f"per forward, or let intbmoe.connect(model) do so, and use each layer once per forward; if the "
@@ -109,7 +109,7 @@ class LayerStatistics:
         """Notice when gradients go through ``y`` before the losses of the same forward are collected."""
 
         def notice(_: Tensor) -> None:
-            self._uncollected |= not record.taken
+            self.uncollected |= not record.taken
 
         seen = not torch.compiler.is_compiling() and not torch._C._are_functorch_transforms_active()
         if seen and record.losses and y.requires_grad:

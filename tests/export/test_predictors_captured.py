@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from large_places import encoded_requests, large_predictor
 from small_predictors import TRAVEL, predictor, requests
 
-from intbmoe import captured
-from intbmoe.captured import CaptureError, Recorder, halves, ladder
 from intbmoe.export.golden import compare_rankings
+from intbmoe.graphs import recording
+from intbmoe.graphs.recording import CaptureError, Recorder, halves, ladder
 from intbmoe.routing import record_routing
 from intbmoe.tasks.travel import captured as captured_places
 from intbmoe.tasks.travel import serving as recommend_places
@@ -164,7 +164,7 @@ def test_a_model_that_cannot_be_recorded_says_so(monkeypatch, caplog):
 
 
 def test_constants_are_made_once():
-    constants = captured._Constants()
+    constants = recording._Constants()
     with constants:
         first, again, other = torch.tensor([1, 2]), torch.tensor([1, 2]), torch.tensor([1, 2], dtype=torch.float64)
     assert first is again
@@ -261,7 +261,7 @@ def test_a_recorded_batch_waits_once_and_samples_its_routing(on_gpu):
 @needs_gpu
 def test_what_waits_for_the_device_cannot_be_recorded():
     x = torch.ones(3, device="cuda")
-    recorder = Recorder(x.device, torch.nn.Identity())
+    recorder = Recorder(x.device)
     with pytest.raises(CaptureError):
         recorder.record(lambda: x.mul_(x.sum().item()))
     torch.cuda.synchronize()  # the ordinary way still works
@@ -274,7 +274,7 @@ def test_what_waits_for_the_device_cannot_be_recorded():
 def test_a_graph_that_becomes_garbage_while_another_is_recorded():
     """Python may collect cycles at any time; freeing a graph during a recording would break the recording."""
     x = torch.ones(3, device="cuda")
-    old = [Recorder(x.device, torch.nn.Identity()).record(lambda: x.add_(1))]
+    old = [Recorder(x.device).record(lambda: x.add_(1))]
     calls = []
 
     def double():
@@ -288,7 +288,7 @@ def test_a_graph_that_becomes_garbage_while_another_is_recorded():
     thresholds = gc.get_threshold()
     gc.set_threshold(1, 1, 1)
     try:
-        replay = Recorder(x.device, torch.nn.Identity()).record(double)
+        replay = Recorder(x.device).record(double)
     finally:
         gc.set_threshold(*thresholds)
     gc.collect()

@@ -62,6 +62,7 @@ class DeepSeek(WideBuffers, SharedLayer):
     """Top-k token choice balanced by a bias on the choice, with a shared expert."""
 
     Config = DeepSeekConfig
+    REPLAYS = True
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)

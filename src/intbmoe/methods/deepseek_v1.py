@@ -66,6 +66,7 @@ class DeepSeekV1(SharedLayer):
     """Top-k token choice of small experts, plus shared ones."""
 
     Config = DeepSeekV1Config
+    REPLAYS = True
 
     def compute(self, x: Tensor, mask: Tensor | None, state: Any, dtype: torch.dtype) -> Result:
         c = self.config

@@ -45,6 +45,7 @@ class DSFNet(MoELayer):
     """One merged expert per scenario."""
 
     Config = DSFNetConfig
+    REPLAYS = True
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)

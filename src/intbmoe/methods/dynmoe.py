@@ -95,6 +95,7 @@ class DynMoE(PoolLayer):
     """Top-any token choice by cosine and threshold, with a pool that adapts to demand."""
 
     Config = DynMoEConfig
+    REPLAYS = True
     KEPT_WIDE = ("embeddings", "thresholds", "log_temperature")
     DECAY_GROUPS: ClassVar = {"embeddings": "routers", "thresholds": "scales", "log_temperature": "scales"}
 

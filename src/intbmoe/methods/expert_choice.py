@@ -52,6 +52,7 @@ class ExpertChoice(RoutedLayer):
     """Experts choose tokens."""
 
     Config = ExpertChoiceConfig
+    REPLAYS = True
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)

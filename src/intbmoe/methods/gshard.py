@@ -62,6 +62,7 @@ class GShard(CapacityLayer):
     """Top-2 token choice whose second choice is kept at random."""
 
     Config = GShardConfig
+    REPLAYS = True
     executed = 2
 
     def compute(self, x: Tensor, mask: Tensor | None, state: Any, dtype: torch.dtype) -> Result:

@@ -65,6 +65,7 @@ class HyperMoE(RoutedLayer):
     """Top-k token choice, plus a generated network that represents the experts not chosen."""
 
     Config = HyperMoEConfig
+    REPLAYS = True
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)

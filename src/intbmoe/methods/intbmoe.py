@@ -44,7 +44,6 @@ from intbmoe.parts.linear import Linear
 from intbmoe.parts.pool import Pool, compose_pools
 from intbmoe.parts.quantized import all_in_int8, weight_dtype
 from intbmoe.parts.reference import from_reference, to_reference
-from intbmoe.parts.replay import replayed
 from intbmoe.parts.router import MLPRouter, mask_choices
 from intbmoe.parts.shared import SharedKind, make_shared, run_shared
 from intbmoe.precision import autocast_off, cast, wide
@@ -193,12 +192,9 @@ class BlockLayer(MoELayer):
     def choices(self) -> int:
         return self.config.blocks
 
-    def forward(self, x: Tensor, mask: Tensor | None = None, state: Any = None, **inputs: Any) -> Tensor:
-        y = None
-        own = type(self) in (IntBMoE, ComposedMoE) and self._backend in (None, "fused")
-        if own and not torch.compiler.is_compiling() and not inputs:
-            y = replayed(self, x, mask, self._backend, super().forward)
-        return super().forward(x, mask, state, **inputs) if y is None else y
+    @property
+    def replay_settings(self) -> tuple | None:
+        return (self._backend, getattr(self, "recompute", False)) if self._backend in (None, "fused") else None
 
     def compute(
         self, x: Tensor, mask: Tensor | None, state: Any, dtype: torch.dtype, conditioning: Tensor | None = None
@@ -253,6 +249,7 @@ class BlockLayer(MoELayer):
 class IntBMoE(BlockLayer):
     """The trainable layer: K blocks are composed from the pools at every forward."""
 
+    REPLAYS = True
     KEPT_WIDE = ("router", "codebook", "hypernetwork")
     DECAY_GROUPS: ClassVar = {"router": "routers", "gate_norms": "norms", "scale": "scales"}
 
@@ -337,6 +334,8 @@ class ComposedMoE(BlockLayer):
 
     ``IntBMoE.precompose`` makes one; ``ComposedMoE(config)`` makes an empty one for ``load_state_dict``.
     """
+
+    REPLAYS = True
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)

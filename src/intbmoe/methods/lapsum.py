@@ -70,6 +70,7 @@ class LapSum(RoutedLayer):
     """Every expert whose soft top-k weight exceeds a threshold runs."""
 
     Config = LapSumConfig
+    REPLAYS = True
 
     def compute(self, x: Tensor, mask: Tensor | None, state: Any, dtype: torch.dtype) -> Result:
         c = self.config

@@ -93,6 +93,7 @@ class Lory(MoELayer):
     """One merged expert per segment."""
 
     Config = LoryConfig
+    REPLAYS = True
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)

@@ -129,6 +129,7 @@ class MASS(PoolLayer):
     """Top-p token choice, with a pool that grows where gradients drift."""
 
     Config = MASSConfig
+    REPLAYS = True
     REFUSES: ClassVar = PoolLayer.REFUSES | {
         "experts": "it copies experts, their gradients and moments between slots, which could be on different ranks"
     }

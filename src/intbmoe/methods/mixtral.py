@@ -46,6 +46,7 @@ class Mixtral(RoutedLayer):
     """Top-k token choice with weights renormalised over the chosen experts."""
 
     Config = MixtralConfig
+    REPLAYS = True
 
     def compute(self, x: Tensor, mask: Tensor | None, state: Any, dtype: torch.dtype) -> Result:
         c = self.config

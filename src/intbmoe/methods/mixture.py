@@ -27,6 +27,7 @@ class Mixture(MoELayer):
     """The output is a weighted mean of all experts' outputs."""
 
     Config = ExpertsConfig
+    REPLAYS = True
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)

@@ -42,6 +42,7 @@ class MMoE(MoELayer):
     """The weighted mean of all experts' outputs, with separate weights for each task."""
 
     Config = MMoEConfig
+    REPLAYS = True
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)

@@ -85,6 +85,7 @@ class MoBE(Mixtral):
     """Top-k token choice of experts whose first matrices are composed of shared bases."""
 
     Config = MoBEConfig
+    REPLAYS = True
     REFUSES: ClassVar = {"experts": "its experts are built from basis matrices that all of them share"}
 
     def quantities(self) -> Quantities:

@@ -209,6 +209,7 @@ class CPMuMoE(MuMoE):
     """μMoE in CP form."""
 
     Config = CPConfig
+    REPLAYS = True
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -230,6 +231,7 @@ class TRMuMoE(MuMoE):
     """μMoE in tensor-ring form."""
 
     Config = TRConfig
+    REPLAYS = True
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)

@@ -67,6 +67,7 @@ class PLE(MoELayer):
     """Levels of experts, some task-specific and some shared."""
 
     Config = PLEConfig
+    REPLAYS = True
     KEPT_WIDE = ("router", "shared_router")
     DECAY_GROUPS = {"router": "routers", "shared_router": "routers"}  # noqa: RUF012
 

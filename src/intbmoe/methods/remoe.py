@@ -61,6 +61,7 @@ class ReMoE(WideBuffers, ChoosingLayer):
     """Every expert with a positive score is active; a controller keeps their mean number at k."""
 
     Config = ReMoEConfig
+    REPLAYS = True
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)

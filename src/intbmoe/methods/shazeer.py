@@ -66,6 +66,7 @@ class Shazeer(RoutedLayer):
     """Top-k token choice with noisy gates and two balancing losses."""
 
     Config = ShazeerConfig
+    REPLAYS = True
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)

@@ -73,6 +73,7 @@ class Smear(MoELayer):
     """One merged expert per sequence, or per token."""
 
     Config = SmearConfig
+    REPLAYS = True
     KEPT_WIDE = ("router", "input_norm", "row_norm")
 
     def __init__(self, *args: Any, **options: Any) -> None:

@@ -81,6 +81,7 @@ class Soft(MoELayer):
     """Each expert processes weighted means of the tokens; each output is a weighted mean of the experts' outputs."""
 
     Config = SoftConfig
+    REPLAYS = True
     DECAY_GROUPS: ClassVar = {"phi": "routers", "scale": "scales"}
     REFUSES: ClassVar = {}  # slots, not tokens, are sent to experts
 

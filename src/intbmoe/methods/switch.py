@@ -49,6 +49,7 @@ class Switch(CapacityLayer):
     """Top-1 token choice with a load-balancing loss."""
 
     Config = SwitchConfig
+    REPLAYS = True
     executed = 1
 
     def compute(self, x: Tensor, mask: Tensor | None, state: Any, dtype: torch.dtype) -> Result:

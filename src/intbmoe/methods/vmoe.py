@@ -66,6 +66,7 @@ class VMoE(CapacityLayer):
     """Top-k token choice with noisy gates and two balancing losses."""
 
     Config = VMoEConfig
+    REPLAYS = True
 
     def compute(self, x: Tensor, mask: Tensor | None, state: Any, dtype: torch.dtype) -> Result:
         c = self.config

@@ -7,8 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from intbmoe.captured import CaptureError, ladder
 from intbmoe.checks import require, require_positive_int
+from intbmoe.graphs.recording import CaptureError, ladder
 from intbmoe.models.causal import check_mask, remembers
 from intbmoe.models.sampling import Sampling
 from intbmoe.models.slots import Slots, Text, why_not_captured

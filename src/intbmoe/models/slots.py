@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from intbmoe.captured import Mirror, Recorded, Recorder, addresses, halves, ladder
+from intbmoe.graphs.recording import Mirror, Recorded, Recorder, addresses, halves, ladder
 from intbmoe.layer import moe_layers
 from intbmoe.models.sampling import Sampling, choose
 from intbmoe.precision import autocast_dtype, wide
@@ -92,7 +92,8 @@ class Slots:
         aligned = {-(-part // ROUND) * ROUND for part in halves(self.room, LEAST_EXTENT)}
         self.extents = (*sorted(part for part in aligned if part < self.room), self.room)
         self.graphs: dict[Shape, Recorded] = {}
-        self._recorder = Recorder(weight.device, model) if self.rounds else None
+        statistics = [layer.statistics for _, layer in moe_layers(model)]
+        self._recorder = Recorder(weight.device, statistics) if self.rounds else None
         self._addresses = addresses(self.model)
 
     @property

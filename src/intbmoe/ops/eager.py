@@ -58,3 +58,16 @@ def recorded() -> bool:
 def unobserved(x: Tensor) -> bool:
     """Whether nothing differentiates, traces, maps or counts operations on ``x``."""
     return plain_numbers(x) and not recorded() and not torch.is_grad_enabled()
+
+
+def untouched(module: nn.Module, kind: type[nn.Module]) -> bool:
+    """Whether calling ``module`` runs only the forward of ``kind``, so that its weights can be read directly instead.
+
+    A subclass, a wrapper, a hook or a replaced forward (accelerate's) means that other code expects the call.
+    """
+    return (
+        type(module) is kind
+        and "forward" not in module.__dict__
+        and not (module._forward_hooks or module._forward_pre_hooks)
+        and not (module._backward_hooks or module._backward_pre_hooks)
+    )

@@ -20,13 +20,14 @@ from torch.nn.utils.parametrize import type_before_parametrizations
 
 from intbmoe.layer import LayerConfig, MoELayer, Quantities
 from intbmoe.ops.backend import Backend, choose_backend
+from intbmoe.ops.eager import untouched
 from intbmoe.ops.experts import native
 from intbmoe.ops.grouped_mm import grouped_mm
 from intbmoe.ops.merged_mm import merged_mm
 from intbmoe.ops.permute import Permutation
 from intbmoe.ops.swiglu import swiglu
 from intbmoe.parts.dispatch import combine, dispatch, spread, to_rows
-from intbmoe.parts.linear import Linear, called, untouched
+from intbmoe.parts.linear import Linear, called
 from intbmoe.parts.quantized import stored_in_int8
 from intbmoe.settings import PositiveInt
 

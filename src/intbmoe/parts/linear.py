@@ -34,19 +34,6 @@ class Linear(nn.Module):
         return f"{self.in_features}, {self.out_features}, bias={self.bias is not None}"
 
 
-def untouched(module: nn.Module, kind: type[nn.Module]) -> bool:
-    """Whether calling ``module`` runs only the forward of ``kind``, so that its weights can be read directly instead.
-
-    A subclass, a wrapper, a hook or a replaced forward (accelerate's) means that other code expects the call.
-    """
-    return (
-        type(module) is kind
-        and "forward" not in module.__dict__
-        and not (module._forward_hooks or module._forward_pre_hooks)
-        and not (module._backward_hooks or module._backward_pre_hooks)
-    )
-
-
 def called(x: Tensor, network: Callable[[Tensor], Tensor], owner: nn.Module) -> Tensor:
     """``network(x)`` in the type of ``x``, for modules of ``owner`` that do not cast their weights themselves.
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from intbmoe.captured import addresses
+from intbmoe.graphs.recording import addresses
 from intbmoe.layer import moe_layers
 from intbmoe.tasks.base import Batch
 from intbmoe.train.errors import CaptureError, lacks_memory

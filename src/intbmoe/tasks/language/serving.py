@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from intbmoe.captured import CaptureError
+from intbmoe.graphs.recording import CaptureError
 from intbmoe.models.llama import Llama
 from intbmoe.models.slots import why_not_captured
 from intbmoe.tasks.language.continuation import Continuation, Writer

@@ -17,7 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from intbmoe.captured import Mirror, Recorded, Recorder, halves, ladder
+from intbmoe.graphs.recording import Mirror, Recorded, Recorder, halves, ladder
+from intbmoe.layer import moe_layers
 from intbmoe.models.travel import PROFILE_TOKENS
 from intbmoe.tasks.serving.ranking import ends_in_a_tie
 from intbmoe.tasks.serving.requests import Encoded
@@ -59,7 +60,8 @@ class CapturedSearch:
         return f"requests × sessions {_pairs(models)}; requests × results {_pairs(searches)}"
 
     def _record(self) -> None:
-        recorder = Recorder(self._predictor.device, self._predictor.model)
+        statistics = [layer.statistics for _, layer in moe_layers(self._predictor.model)]
+        recorder = Recorder(self._predictor.device, statistics)
         end = time.monotonic() + RECORDING_S
         for requests in reversed(self.requests):
             for results in self.results:

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from intbmoe.captured import CaptureError
+from intbmoe.graphs.recording import CaptureError
 from intbmoe.models.travel import FEEDBACK, PROFILE_TOKENS, SCENARIO, SESSION_TOKENS, TravelModel
 from intbmoe.precision import wide
 from intbmoe.tasks.serving.fields import HISTORY, HISTORY_FORM, MOST, REQUIRED, TOP_N, Many, Record, recommend_fields

@@ -10,8 +10,11 @@ import torch
 from torch.nn.utils import parametrize
 
 import intbmoe
-from intbmoe.parts import replay
+from intbmoe.graphs import replay
+from small_methods import METHODS, random_mask, tokens
+from small_methods import make as make_method
 
+UNREPLAYED = ("dense", "swiglu")  # few kernels
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 on_devices = pytest.mark.parametrize("device", DEVICES)
 DIM = 16
@@ -63,6 +66,18 @@ def test_the_same_as_without(device, runs, form, autocast):
         layer.router.scores.weight.mul_(-3)  # as a training step would
         assert torch.equal(layer(x), plain(layer, x))
         assert not torch.equal(layer(x), before)
+
+
+@on_devices
+@pytest.mark.parametrize("name", METHODS)
+def test_every_method(name, device, runs):
+    layer = make_method(name, torch.float32).to(device).eval()
+    with torch.no_grad():
+        for number in range(3):
+            x, mask = tokens(2, 5, dtype=torch.float32, seed=number), random_mask(2, 5, seed=number)
+            x, mask = x.to(device), mask.to(device)
+            assert torch.equal(layer(x, mask), plain(layer, x, mask))
+    assert len(runs) == (0 if name in UNREPLAYED else 2)
 
 
 @on_devices

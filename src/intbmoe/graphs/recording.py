@@ -1,4 +1,4 @@
-"""Records inference as CUDA graphs: one recording per shape, replayed by one call.
+"""Records functions as CUDA graphs: one recording per shape, replayed by one call.
 
 A small model's forward is hundreds of short kernels, which Python launches far more slowly than a large GPU runs them.
 A graph launches them all at once. It reads and writes at fixed addresses, so inputs are copied there, and shapes are
@@ -7,15 +7,15 @@ can be tested there.
 """
 
 import gc
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from intbmoe.layer import moe_layers
+from intbmoe.statistics import LayerStatistics
 
 Recorded = Callable[[], None]
 
@@ -69,16 +69,25 @@ class Mirror:
 class Recorder:
     """Records functions without arguments or results, which read and write tensors at fixed addresses."""
 
-    def __init__(self, device: torch.device, model: nn.Module, beside: "Recorder | None" = None) -> None:
-        """``model`` is what the functions run; ``record_routing`` also sees its layers when a graph is replayed.
+    def __init__(
+        self,
+        device: torch.device,
+        statistics: Sequence[LayerStatistics] = (),
+        beside: "Recorder | None" = None,
+        *,
+        apart: bool = False,
+        constants: bool = True,
+    ) -> None:
+        """``statistics`` are those of the layers that the functions run, so that ``record_routing`` sees replays too.
 
-        Graphs share memory with those of the Recorder ``beside``: before one runs, the results of the others must no
-        longer be needed.
+        Graphs share memory with those of the Recorder ``beside``, unless ``apart``: before one runs, the results of the
+        others must no longer be needed. ``constants`` says whether the functions make tensors from Python numbers.
         """
-        self._device, self._statistics = device, [layer.statistics for _, layer in moe_layers(model)]
-        self._constants = _Constants()
+        self._device, self._statistics = device, statistics
+        self._constants = _Constants() if constants else nullcontext()
         if device.type == "cuda":
-            self._memory = _Memory(device) if beside is None else beside._memory
+            shared = None if beside is None else beside._memory
+            self._memory = shared if shared and not apart else _Memory(device, shared and shared.stream)
 
     def record(self, function: Recorded) -> Recorded:
         """Return a function that does the same, or raise ``CaptureError``; on a GPU ``function`` runs three times."""
@@ -139,8 +148,8 @@ class _Memory:
     The allocator refuses a pool whose last graph has been deleted, so the pool keeps its own graph, which never runs.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self.stream, self.pool = torch.cuda.Stream(device), torch.cuda.graph_pool_handle()
+    def __init__(self, device: torch.device, stream: torch.cuda.Stream | None = None) -> None:
+        self.stream, self.pool = stream or torch.cuda.Stream(device), torch.cuda.graph_pool_handle()
         self._keeper = torch.cuda.CUDAGraph()
         with torch.cuda.device(device), torch.cuda.stream(self.stream):
             self._keeper.capture_begin(self.pool, capture_error_mode="thread_local")
