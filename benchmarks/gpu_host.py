@@ -18,10 +18,10 @@ from collections.abc import Callable
 import torch
 from gpu_layers import build
 from gpu_stages import SHAPES
-from gpu_timing import bf16_autocast, both_call, describe, forward_call, number, print_table
+from gpu_timing import bf16_autocast, describe, forward_call, number, print_table
 from torch import Tensor
 
-from intbmoe import create
+from intbmoe import aux_loss, create
 from intbmoe.graphs import replay
 
 TOKENS, ROUNDS, IN_A_ROW = 64, 40, 10
@@ -35,6 +35,17 @@ def gradient_forward(layer: torch.nn.Module, x: Tensor) -> Callable[[], Tensor]:
     return run
 
 
+def training_call(layer: torch.nn.Module, x: Tensor) -> Callable[[], None]:
+    forward = gradient_forward(layer, x)
+
+    def run() -> None:
+        layer.zero_grad()
+        x.grad = None
+        (forward().sum() + aux_loss(layer)).backward()
+
+    return run
+
+
 def calls(device: torch.device) -> dict[str, Callable[[], object]]:
     shape = next(shape for shape in SHAPES if shape.name == "MiniPile")
     dim = shape.config.dim
@@ -44,13 +55,13 @@ def calls(device: torch.device) -> dict[str, Callable[[], object]]:
     found = {
         "IntBMoE, forward without gradients": forward_call(inference, x, autocast=True),
         "IntBMoE, forward": gradient_forward(layer, x.clone().requires_grad_()),
-        "IntBMoE, forward and backward": both_call(layer, x, autocast=True),
+        "IntBMoE, forward and backward": training_call(layer, x.clone().requires_grad_()),
         "IntBMoE precomposed, one token": forward_call(composed, one, autocast=False),
     }
-    for method in ("dense", "switch", "deepseek", "remoe"):
+    for method in ("dense", "switch", "vmoe", "deepseek", "remoe"):
         with device:
-            other = create(method, dim, shape.config.hidden[0]).eval()  # so that its losses are not timed
-        found[f"{method}, forward and backward"] = both_call(other, x, autocast=True)
+            other = create(method, dim, shape.config.hidden[0])
+        found[f"{method}, forward and backward"] = training_call(other, x.clone().requires_grad_())
     return found
 
 

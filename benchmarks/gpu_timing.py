@@ -18,6 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from intbmoe.graphs import replay
+
 MIB = 2**20
 PAGE = 110
 """Columns."""
@@ -114,8 +116,12 @@ def one_by_one(calls: Sequence[Call], device: torch.device) -> None:
 
 
 def eager_ms(call: Call, device: torch.device, least: int = 7) -> float:
-    """Measures a call in milliseconds, launched operation by operation."""
-    return interleaved([call], device, least=least)[0]
+    """Measures a call in milliseconds, launched operation by operation, as layers replay no graphs of their own."""
+    enabled, replay.enabled = replay.enabled, False
+    try:
+        return interleaved([call], device, least=least)[0]
+    finally:
+        replay.enabled = enabled
 
 
 def graph_ms(calls: Sequence[Call], device: torch.device) -> float:

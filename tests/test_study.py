@@ -313,17 +313,17 @@ def test_attentions_products_are_added_to_early_counts(plan):
     assert new["flops"] == 3e9
 
 
-def test_the_overview_names_the_other_method_that_is_best_on_validation(plan, monkeypatch):
-    monkeypatch.setitem(study_tables.TITLES, "digits", "Digits")
+def test_the_overview_names_the_other_method_that_is_best_on_validation(plan):
+    titles = {"digits": "Digits"}
     first = {entry.label: entry for entry in plan if entry.seed == 0}
     runs = [summary_of(first["vmoe"], 0.7, test={"accuracy": 0.1}), summary_of(first["switch"], 0.6)]
-    assert study_tables.overview_text(["digits"], runs) == "No run yet.", "without IntBMoE there is nothing to compare"
+    assert study_tables.overview_text(titles, runs) == "No run yet.", "without IntBMoE there is nothing to compare"
     runs += [summary_of(first["intbmoe"], 0.65), summary_of(first["intbmoe-no_gate"], 0.9)]
-    text = study_tables.overview_text(["digits"], runs)
+    text = study_tables.overview_text(titles, runs)
     assert text.splitlines()[2:] == ["| Digits, accuracy | – | – | V-MoE 10.00 % | 65.00 % | – |"]
     second = {entry.label: entry for entry in plan if entry.seed == 1}
     runs += [summary_of(second[label], 0.6) for label in ("intbmoe", "switch")]
-    text = study_tables.overview_text(["digits"], runs)
+    text = study_tables.overview_text(titles, runs)
     assert "Switch" in text
     assert "V-MoE" not in text, "it has fewer seeds than IntBMoE"
 
