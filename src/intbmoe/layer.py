@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from intbmoe.checks import did_you_mean, require
-from intbmoe.graphs.replay import replayed
+from intbmoe.graphs.replay import forget, replayed
 from intbmoe.precision import autocast_dtype, autocast_off, cast
 from intbmoe.settings import Checked, PositiveInt
 from intbmoe.statistics import LayerStatistics, Result, Routing
@@ -198,6 +198,10 @@ class MoELayer(nn.Module):
             for name, tensor in own.items():
                 if tensor.device == device and name in values and values[name].shape == tensor.shape:
                     _fill(tensor, values[name])
+
+    def _apply(self, *arguments: Any, **options: Any) -> Self:
+        forget(self)  # parameters that are moved or cast leave their graphs without a use
+        return super()._apply(*arguments, **options)
 
     def _load_from_state_dict(self, state_dict: dict[str, Tensor], prefix: str, *arguments: Any) -> None:
         self.fit_state(state_dict, prefix)

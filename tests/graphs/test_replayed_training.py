@@ -350,6 +350,31 @@ def test_graphs_go_with_their_layer(runs):
 
 
 @pytest.mark.gpu
+def test_a_moved_layer_leaves_nothing_behind(runs):
+    def allocated():
+        gc.collect()
+        torch.cuda.synchronize()
+        return torch.cuda.memory_allocated()
+
+    recorded(make("cuda"), draw("cuda"))  # what is made once for all layers
+    before = allocated()
+    layer = recorded(make("cuda", experts=64, hidden=500), draw("cuda", tokens=400))
+    layer.zero_grad()
+    assert allocated() - before > 2**20
+    layer.cpu()
+    assert allocated() < before + 2**16  # a library may keep a small buffer
+
+
+@on_devices
+def test_a_parameter_moved_before_backward_is_an_error(device, runs):
+    layer = recorded(make(device), draw(device))
+    loss = layer(draw(device, requires_grad=True)).sum()
+    layer.codebook.data = layer.codebook.data.clone()
+    with pytest.raises(RuntimeError, match="changed or moved between forward and backward"):
+        loss.backward()
+
+
+@pytest.mark.gpu
 def test_a_full_device_records_nothing(runs, monkeypatch):
     monkeypatch.setattr(training, "FREE_SHARE", 1.1)
     recorded(recorded(make("cuda"), draw("cuda")), draw("cuda"))

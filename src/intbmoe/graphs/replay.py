@@ -144,6 +144,11 @@ def replayed(layer: Any, x: Tensor, mask: Tensor | None, forward: Forward) -> Te
     return replay(modules, layer, x, mask, key, forward)
 
 
+def forget(layer: Any) -> None:
+    """Free the graphs of a layer."""
+    _found.pop(layer, None)
+
+
 def _applies(x: Tensor, mask: Tensor | None) -> bool:
     return (
         type(x) is Tensor

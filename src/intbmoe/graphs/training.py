@@ -17,6 +17,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import compress
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ from torch.autograd.function import once_differentiable
 from intbmoe.graphs.recording import Recorder
 from intbmoe.ops.backend import triton_runs
 from intbmoe.precision import autocast_off
-from intbmoe.statistics import LayerStatistics, Record, recomputing
+from intbmoe.statistics import LayerStatistics, recomputing
 
 MOST_PRODUCTS = 1 << 35
 """Most products of the tokens with a matrix of an expert. An H200 takes about as long for a step of a layer that makes
@@ -119,27 +120,28 @@ class TrainingGraph:
             before = statistics.record
             with _aliased(parameters, tables) as aliases, torch.enable_grad():
                 y = forward(own_x, own_mask)
-            made.record, statistics.record = statistics.record, before
-            made.record.taken = True  # those of each replay are watched instead
-            made.outputs = [y, *made.record.losses.values()]
+            record, statistics.record = statistics.record, before
+            record.taken = True  # those of each replay are watched instead
+            made.outputs, made.sums = {"y": y, **record.losses}, record.sums
             made.inputs = [own_x] * own_x.requires_grad + aliases
 
         def run_backward() -> None:
-            moving = [each for each in made.outputs if each.requires_grad]
-            grads = [grad for each, grad in zip(made.outputs, own_grads, strict=True) if each.requires_grad]
+            moving = [each for each in made.outputs.values() if each.requires_grad]
             # On this thread, because the device's own may wait in another backward for the lock that is held here.
             with autocast_off(own_x), torch.autograd.set_multithreading_enabled(False):
-                gradients = torch.autograd.grad(moving, made.inputs, grads, retain_graph=True, allow_unused=True)
+                gradients = torch.autograd.grad(moving, made.inputs, own_grads, retain_graph=True, allow_unused=True)
             made.gradients = [None if each is None else each.contiguous() for each in gradients]
 
         # In some methods recording draws random numbers, which must not change those that training draws.
         with torch.random.fork_rng([x.device] if x.is_cuda else []):
             self._run_forward = recorders[0].record(run_forward)
             self._run_forward()
-            own_grads += [torch.zeros_like(each, requires_grad=False) for each in made.outputs]
+            self.moving = [each.requires_grad for each in made.outputs.values()]
+            moving = compress(made.outputs.values(), self.moving)
+            own_grads += [torch.zeros_like(each, requires_grad=False) for each in moving]
             self._run_backward = recorders[1].record(run_backward)
         if x.is_cuda:
-            made.gradients = [None if each is None else _unowned(each) for each in made.gradients]
+            made.let_go()
 
     @property
     def busy(self) -> bool:
@@ -148,12 +150,12 @@ class TrainingGraph:
     @property
     def sums(self) -> dict[str, Tensor]:
         """The statistics of the last forward, overwritten by the next."""
-        return self._made.record.sums
+        return self._made.sums
 
     @property
     def losses(self) -> list[str]:
         """The names of the outputs after the first."""
-        return list(self._made.record.losses)
+        return list(self._made.outputs)[1:]
 
     def forward(self, x: Tensor, mask: Tensor | None) -> tuple[list[Tensor], _Awaiting]:
         self._x.copy_(x)
@@ -162,14 +164,11 @@ class TrainingGraph:
         self._run_forward()
         awaiting = _Awaiting()
         self._awaiting = weakref.ref(awaiting)
-        return [each.detach().clone() for each in self._made.outputs], awaiting
-
-    def differentiable(self) -> list[bool]:
-        return [each.requires_grad for each in self._made.outputs]
+        return [each.detach().clone() for each in self._made.outputs.values()], awaiting
 
     def backward(self, grads: Sequence[Tensor]) -> list[Tensor | None]:
         """Return the gradients of the input, if it needs one, and of the parameters."""
-        for own, grad in zip(self._grads, grads, strict=True):
+        for own, grad in zip(self._grads, compress(grads, self.moving), strict=True):
             own.copy_(grad)
         self._run_backward()
         copies = iter(torch._foreach_mul([each for each in self._made.gradients if each is not None], 1))
@@ -179,10 +178,20 @@ class TrainingGraph:
 class _Made:
     """What the last run of a graph made; recorded on a GPU, every run writes to the same tensors."""
 
-    record: Record
-    outputs: list[Tensor]
+    outputs: dict[str, Tensor]
+    sums: dict[str, Tensor]
     inputs: list[Tensor]
     gradients: list[Tensor | None]
+
+    def let_go(self) -> None:
+        """Keep nothing alive but results: the graphs find the rest where it was, in memory that is theirs.
+
+        Parameters could otherwise not leave the device. Gradients' memory is shared by graphs that run one at a time.
+        """
+        self.outputs = {name: each.detach() for name, each in self.outputs.items()}
+        self.sums = {name: each.detach() for name, each in self.sums.items()}
+        self.inputs = []
+        self.gradients = [None if each is None else _unowned(each) for each in self.gradients]
 
 
 def replay_training(
@@ -196,11 +205,9 @@ def replay_training(
 class _Replay(torch.autograd.Function):
     @staticmethod
     def forward(ctx, graph, x, mask, *parameters):
-        ctx.graph, ctx.parameters = graph, parameters
-        ctx.versions = [parameter._version for parameter in parameters]
+        ctx.graph, ctx.parameters, ctx.state = graph, parameters, _state_of(parameters)
         outputs, ctx.awaiting = graph.forward(x, mask)
-        constant = [each for each, moves in zip(outputs, graph.differentiable(), strict=True) if not moves]
-        ctx.mark_non_differentiable(*constant)
+        ctx.mark_non_differentiable(*(each for each, moves in zip(outputs, graph.moving, strict=True) if not moves))
         return tuple(outputs)
 
     @staticmethod
@@ -211,10 +218,10 @@ class _Replay(torch.autograd.Function):
                 "Trying to backward through the graph a second time: what the first backward read is gone. Specify "
                 "retain_graph=True if you need to backward through the graph a second time"
             )
-        if ctx.versions != [parameter._version for parameter in ctx.parameters]:
+        if ctx.state != _state_of(ctx.parameters):
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an inplace operation: a "
-                "parameter of the layer was changed between forward and backward"
+                "parameter of the layer was changed or moved between forward and backward"
             )
         with one_at_a_time:
             gradients = ctx.graph.backward(grads)
@@ -222,6 +229,10 @@ class _Replay(torch.autograd.Function):
             ctx.awaiting = None
         x_grad = gradients.pop(0) if ctx.needs_input_grad[1] else None
         return None, x_grad, None, *gradients
+
+
+def _state_of(parameters: Sequence[nn.Parameter]) -> list[tuple[int, int]]:
+    return [(each._version, each.data_ptr()) for each in parameters]
 
 
 @contextmanager
@@ -249,6 +260,6 @@ class _Memory:
 
 
 def _unowned(tensor: Tensor) -> Tensor:
-    """The same numbers, without keeping the memory from the graphs that share it: they run one at a time."""
+    """The same numbers, without owning their memory."""
     flat: Any = torch.as_tensor(_Memory(tensor), device=tensor.device)
     return flat.view(tensor.dtype).view(tensor.shape)
