@@ -9,6 +9,8 @@ import weakref
 
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from torch.utils.checkpoint import checkpoint
 
 import intbmoe
@@ -134,6 +136,74 @@ def test_training_ends_with_the_same_weights(device, runs):
     ours, plain = make(device), make(device)
     equal(train(ours), plainly(train, plain))
     assert len(runs) == 16 - FIRST + 1
+
+
+class Loop:
+    """Does with one layer what a training loop may do, in any order."""
+
+    def __init__(self, layer):
+        self.layer, self.optimizer, self.pending = layer, torch.optim.SGD(layer.parameters(), 0.01), []
+
+    def forward(self, number, device):
+        torch.manual_seed(number)
+        x = draw(device, tokens=2 + number % 2, requires_grad=True)
+        self.pending.append((x, self.layer(x)))
+        return [self.pending[-1][1].detach()]
+
+    def backward(self, number, device):
+        x, y = self.pending[number % len(self.pending)] if self.pending else (None, None)
+        if y is None:
+            return []
+        y.square().sum().backward(retain_graph=number % 3 == 0)
+        if number % 3:
+            self.pending = [pair for pair in self.pending if pair[0] is not x]
+        return [x.grad, *(each.grad for each in self.layer.parameters())]
+
+    def drop(self, number, device):
+        del self.pending[: number % 3]
+        return []
+
+    def step(self, number, device):
+        self.pending.clear()
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=number % 2 == 0)
+        return list(self.layer.parameters())
+
+    def evaluate(self, number, device):
+        torch.manual_seed(number)
+        self.layer.eval()
+        with torch.no_grad():
+            y = self.layer(draw(device))
+        self.layer.train()
+        return [y]
+
+
+def nothing_lost(found, expected):
+    assert [each is None for each in found] == [each is None for each in expected]
+    equal(*([each for each in some if each is not None] for some in (found, expected)))
+
+
+@on_devices
+@settings(max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    loop=st.lists(
+        st.tuples(
+            st.sampled_from(["forward", "forward", "backward", "backward", "drop", "step", "evaluate"]),
+            st.integers(0, 9),
+        ),
+        min_size=10,
+        max_size=40,
+    )
+)
+def test_any_loop(device, runs, loop):
+    replay._found.clear()
+    layer = make(device)
+    ours, plain = Loop(recorded(recorded(layer, draw(device)), draw(device, tokens=2))), Loop(copy.deepcopy(layer))
+    for each in (ours, plain):
+        each.layer.zero_grad()
+    for action, number in loop:
+        found = getattr(ours, action)(number, device)
+        nothing_lost(found, plainly(getattr(plain, action), number, device))
 
 
 @on_devices

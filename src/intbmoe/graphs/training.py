@@ -117,10 +117,9 @@ class TrainingGraph:
         self._awaiting: Callable[[], _Awaiting | None] = lambda: None
 
         def run_forward() -> None:
-            before = statistics.record
             with _aliased(parameters, tables) as aliases, torch.enable_grad():
                 y = forward(own_x, own_mask)
-            record, statistics.record = statistics.record, before
+            record = statistics.record
             record.taken = True  # those of each replay are watched instead
             made.outputs, made.sums = {"y": y, **record.losses}, record.sums
             made.inputs = [own_x] * own_x.requires_grad + aliases
