@@ -139,7 +139,7 @@ STUDIES = {
         {**TEXT, "train.steps": 4000, "train.warmup": WARM_UPS[-1]},
         (),
         WIKIPEDIA_STEPS,
-        labels=(PLACED, "intbmoe", "swiglu-wide", "deepseek"),
+        labels=(PLACED, "intbmoe", "swiglu-wide", "deepseek", ONE_LAYER, "vmoe-more", "remoe-more", "remoe"),
     ),
     "wikipedia-whole": Study(  # all 93.5 M tokens, each once
         "wikipedia",
