@@ -17,8 +17,8 @@ import numpy as np
 from benchmarks.study.attention import count_attention
 from benchmarks.study.plan import RESULTS, read_summaries
 from benchmarks.study.rows import Rows, find_rows
-from benchmarks.study.studies import FRONT, ONE_LAYER
-from benchmarks.study.tables import ABLATIONS, TITLES, table_of
+from benchmarks.study.studies import ONE_LAYER
+from benchmarks.study.tables import ABLATIONS, OVERVIEW, table_of
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
@@ -26,6 +26,7 @@ from matplotlib.ticker import MaxNLocator
 from matplotlib.transforms import blended_transform_factory
 
 from intbmoe.compare.summary import confidence_intervals
+from intbmoe.recipes.sets import PLACED
 from intbmoe.registry import method_family
 from intbmoe.report.canvas import Picture, save_picture, tidy
 from intbmoe.report.numbers import axis_scale
@@ -74,7 +75,7 @@ def main() -> None:
     options = parser.parse_args()
     panels = gather(count_attention(read_summaries(options.results)))
     if not panels:
-        parser.error(f"{options.results} has no finished run of {', '.join(FRONT)}")
+        parser.error(f"{options.results} has no finished run of {', '.join(OVERVIEW)}")
     title = "What each method reaches, and what compute it takes"
     see, how = "The best method is on top.", "From the summaries of the study's runs."
     save_picture(Picture("study", title, see, how, draw(panels)), options.output)
@@ -82,7 +83,7 @@ def main() -> None:
 
 def gather(summaries: Sequence[Mapping[str, Any]]) -> list[Panel]:
     """Returns a panel for each study that has runs, with the runs that its tables show."""
-    rows = {study: find_rows(study, summaries)[0] for study in FRONT}
+    rows = {study: find_rows(study, summaries)[0] for study in OVERVIEW}
     return [panel for study, found in rows.items() if found and (panel := _panel(study, found)).points]
 
 
@@ -138,14 +139,14 @@ def _marker(family: str) -> dict[str, Any]:
 def _draw_panel(axes: Axes, panel: Panel) -> None:
     """Draws a line for each method, with the FLOPs of a training example at its end, as a multiple of dense's."""
     low, high = _span(panel)
-    own, dense = panel.points.get("intbmoe"), panel.points.get("dense")
+    own, dense = panel.points.get("intbmoe"), panel.points.get("dense", panel.points.get(PLACED))
     axes.set(xlim=(low, high), ylim=(len(panel.points) - 0.4, -0.6))
     tested = "{:,} test {}".format(*TESTED[panel.study]) if panel.study in TESTED else "the test split"
     measured = f"{panel.metric}{' in %' * panel.metric.startswith('accuracy')} on {tested}"
     tidy(axes, xlabel=f"{measured}, better →" if panel.higher_is_better else f"← better, {measured}", grid="x")
     axes.xaxis.set_major_locator(MaxNLocator(5, steps=(1, 2, 5, 10)))
     across = blended_transform_factory(axes.figure.transFigure, axes.transAxes)  # long, so from the picture's edge
-    axes.text(0.01, 1.02, TITLES[panel.study], transform=across, fontsize=PHONE_POINTS, fontweight="bold")
+    axes.text(0.01, 1.02, OVERVIEW[panel.study], transform=across, fontsize=PHONE_POINTS, fontweight="bold")
     axes.set_title("FLOPs, × dense's" if dense else " ", loc="right", fontsize=PHONE_POINTS - 1)
     if own:
         axes.axvspan(own.mean - panel.error, own.mean + panel.error, color=ORANGE, alpha=0.2, linewidth=0)

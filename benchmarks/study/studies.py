@@ -191,5 +191,3 @@ STUDIES = {
     "stdlib": Study("stdlib", {}, ("dense", "intbmoe", "deepseek"), 600, (5e-3, 1e-2), on_cpu=True, needs_data=False),
 }
 REAL = ("tiny-imagenet", "wikipedia", "wikipedia-warmup", "foursquare", "foursquare-us")
-FRONT = tuple(study for study in REAL if study != "wikipedia")
-"""The studies in the table and the picture of the first page. On text, that with the better warm-up."""

@@ -55,7 +55,7 @@ OVERVIEW = {
     "foursquare": TITLES["foursquare"],
     "foursquare-us": TITLES["foursquare-us"],
 }
-"""The rows of the first page, by study."""
+"""The first page's rows, and panels of its picture, by study. On text, those with the better warm-up."""
 PARAMETERS, COMPUTE, ABLATIONS = "Equal parameters", "Equal compute", "Ablations"
 NARROW, CONTROL = "Equal compute with one layer", "The backbone's FFN in the mixture's place"
 BESIDE = {PARAMETERS: "intbmoe", COMPUTE: "intbmoe", NARROW: ONE_LAYER, CONTROL: "dense", ABLATIONS: "intbmoe"}
