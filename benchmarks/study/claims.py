@@ -154,7 +154,7 @@ def _note(found: Mapping[Any, Difference], with_examples: int, metric: str) -> s
         examples = "test examples" if with_examples == len(found) else "test examples (where outcomes were kept)"
         chance = f"{chance} and between {examples}"
     return (
-        f"{told} ± is the 95 % interval due to {chance}, with the spread between seeds pooled over all rows of the "
-        f"study (Student's t). * marks a two-sided p-value below {100 * SURE:.0f} % after Holm's correction for the "
+        f"{told} ± is the 95 % interval due to {chance}, with the spread between seeds pooled over all methods "
+        f"(Student's t). * marks a two-sided p-value below {100 * SURE:.0f} % after Holm's correction for the "
         f"{claims} differences in this table."
     )
