@@ -8,7 +8,7 @@ can be tested there.
 
 import gc
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from typing import Any
 
 import torch
@@ -95,16 +95,20 @@ class Recorder:
             return function
         with torch.cuda.device(self._device):
             self._memory.stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(self._memory.stream), self._constants:
-                try:
+            try:
+                with torch.cuda.stream(self._memory.stream), self._constants:
                     function()  # compiles kernels, chooses algorithms, makes the constants
                     replay = self._capture(function)
-                except RuntimeError as error:
-                    # A failed capture leaves the device's generator waiting for its end: random numbers would fail.
-                    generator = torch.cuda.default_generators[torch.cuda.current_device()]
-                    generator.graphsafe_set_state(generator.clone_state())
-                    # Ending a failed capture raises another error; its context is the cause.
-                    raise CaptureError(str(error.__context__ or error)) from error
+            except RuntimeError as error:
+                # A failed capture leaves the device's generator waiting for its end: random numbers would fail.
+                generator = torch.cuda.default_generators[torch.cuda.current_device()]
+                generator.graphsafe_set_state(generator.clone_state())
+                with suppress(RuntimeError):  # memory that the function used may go to others next
+                    torch.cuda.current_stream().wait_stream(self._memory.stream)
+                # Ending a failed capture raises another error; its context is the cause.
+                if isinstance(error.__context__, KeyboardInterrupt):
+                    raise error.__context__ from None
+                raise CaptureError(str(error.__context__ or error)) from error
             torch.cuda.current_stream().wait_stream(self._memory.stream)
             replay()  # the first replay takes longer, because it uploads the graph to the device
         return replay
@@ -116,11 +120,13 @@ class Recorder:
             routed = [(statistics, stack.enter_context(statistics.recording())) for statistics in self._statistics]
             # torch.cuda.graph would empty the allocator's cache each time. Other threads may use the GPU meanwhile.
             with _garbage_waits():
+                self._memory.drop_workspaces()
                 graph.capture_begin(self._memory.pool, capture_error_mode="thread_local")
                 try:
                     function()
                 finally:
                     graph.capture_end()
+                self._memory.drop_workspaces()
 
         def replay() -> None:
             graph.replay()
@@ -150,11 +156,25 @@ class _Memory:
 
     def __init__(self, device: torch.device, stream: torch.cuda.Stream | None = None) -> None:
         self.stream, self.pool = stream or torch.cuda.Stream(device), torch.cuda.graph_pool_handle()
-        self._keeper = torch.cuda.CUDAGraph()
         with torch.cuda.device(device), torch.cuda.stream(self.stream):
-            self._keeper.capture_begin(self.pool, capture_error_mode="thread_local")
-            torch.zeros(1, device=device)
-            self._keeper.capture_end()
+            self._keeper = self._tiny_graph()
+
+    def drop_workspaces(self) -> None:
+        """Make cuBLAS allocate its workspace anew, on this stream: during a capture, in the memory of the graphs.
+
+        A graph that used the one from before its capture would outlive it: newer versions of torch (2.13) free it when
+        any graph of the stream is deleted. So deleting one frees it here; in older versions this does nothing.
+        """
+        self._tiny_graph().reset()
+
+    def _tiny_graph(self) -> torch.cuda.CUDAGraph:
+        graph = torch.cuda.CUDAGraph()
+        graph.capture_begin(self.pool, capture_error_mode="thread_local")
+        try:
+            torch.zeros(1, device=self.stream.device)
+        finally:
+            graph.capture_end()
+        return graph
 
 
 class _Constants(TorchFunctionMode):

@@ -21,7 +21,7 @@ import warnings
 from collections.abc import Callable
 from operator import is_
 from typing import Any, Literal, NamedTuple
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
@@ -66,17 +66,17 @@ class _Modules:
         modules = list(layer.modules())
         self._parts = [(module, type(module)) for module in modules[1:]]
         self._children = [(module._modules, tuple(module._modules.values())) for module in modules]
-        self.parameters = [module._parameters for module in modules]
-        self._tables = [*self.parameters, *(module._buffers for module in modules)]
+        self.tables = [table for module in modules for table in (module._parameters, module._buffers)]
         # FSDP1 keeps parameters outside the tables, as plain attributes, where ``place`` would not see them move.
         hidden = any(isinstance(value, Tensor) for module in modules for value in vars(module).values())
         self.known = not hidden and all(_known(kind) for _, kind in self._parts)
-        self._count = len(self._tensors())
+        self._count = len(self.tensors())
         self._places: dict[tuple, int] = {}
         self._last: tuple[list[Tensor], tuple, int | None] = [], (), None
         self.graphs: dict[tuple, _Graph | Literal["seen", "refused"]] = {}
         self.training = TrainingGraphs()
         self.recorder: Recorder | None = None
+        self.shared: Recorder | None = None  # the device's, whose memory is freed when no layer uses it
 
     def same(self) -> bool:
         return not any(tuple(table.values()) != children for table, children in self._children)
@@ -87,8 +87,8 @@ class _Modules:
 
     def place(self) -> int | None:
         """A number for the addresses and layouts of all parameters and buffers; None if any is not a plain tensor."""
-        tensors = self._tensors()
-        state = [each.data_ptr() for each in tensors], [each.is_contiguous() for each in tensors]
+        tensors = self.tensors()
+        state = [each.data_ptr() for each in tensors], [(each.shape, each.is_contiguous()) for each in tensors]
         known, known_state, number = self._last
         # For the same tensors in the same memory, the slower code below would give the same number.
         if state == known_state and all(map(is_, tensors, known)):
@@ -104,21 +104,23 @@ class _Modules:
         self._last = tensors, state, number
         return number
 
-    def trained(self) -> list[nn.Parameter]:
+    def trained(self) -> list[Tensor]:
         """The parameters that need gradients, each once."""
-        return list(dict.fromkeys(tensor for tensor in self._tensors() if tensor.requires_grad))
+        return list(dict.fromkeys(tensor for tensor in self.tensors() if tensor.requires_grad))
 
-    def _tensors(self) -> list[Tensor]:
-        return [tensor for table in self._tables for tensor in table.values() if tensor is not None]
+    def tensors(self) -> list[Tensor]:
+        return [tensor for table in self.tables for tensor in table.values() if tensor is not None]
 
 
 def _known(kind: type[nn.Module]) -> bool:
+    if hasattr(kind, "replay_settings"):
+        return False  # a layer in a layer has settings and statistics of its own
     ours = kind.__module__.startswith(OUR_MODULES) and vars(sys.modules[kind.__module__]).get(kind.__name__) is kind
     return ours or kind in TORCH_MODULES
 
 
 _found: WeakKeyDictionary[nn.Module, _Modules] = WeakKeyDictionary()
-_first: dict[torch.device, Recorder] = {}  # each device's first recorder, whose memory the others share
+_shared: WeakValueDictionary[torch.device, Recorder] = WeakValueDictionary()  # each device's, for their memory
 
 
 def replayed(layer: Any, x: Tensor, mask: Tensor | None, forward: Forward) -> Tensor | None:
@@ -138,7 +140,7 @@ def replayed(layer: Any, x: Tensor, mask: Tensor | None, forward: Forward) -> Te
     place = modules.place()
     if place is None:
         return None
-    how = dtype, torch.backends.cuda.matmul.fp32_precision, settings
+    how = dtype, torch.backends.cuda.matmul.fp32_precision, torch.are_deterministic_algorithms_enabled(), settings
     key = x.shape, x.dtype, x.device, None if mask is None else mask.shape, how, place, layer.config
     replay = _replay_training if trains else _replay
     return replay(modules, layer, x, mask, key, forward)
@@ -178,8 +180,10 @@ def _replay(
 
 
 def _record(modules: _Modules, layer: Any, x: Tensor, mask: Tensor | None, forward: Forward) -> _Graph | None:
+    if not _private(x.device):
+        return None
     if modules.recorder is None:
-        modules.recorder = _recorder(layer, x)
+        modules.recorder = Recorder(x.device, [layer.statistics], beside=_share(modules, x.device))
     # Inference tensors could not be written to outside inference mode.
     with torch.inference_mode(False), torch.no_grad():
         own_x, own_mask = x.clone(memory_format=torch.contiguous_format), None if mask is None else mask.clone()
@@ -203,13 +207,13 @@ def _replay_training(
         return None
 
     def record() -> TrainingGraph | None:
-        if not has_room(x.device):
+        if not (_private(x.device) and has_room(x.device)):
             return None
-        shared = _recorder(layer, x, constants=False)
+        shared = _share(modules, x.device)
         # What a forward leaves for its backward must not be overwritten by other graphs.
-        apart = Recorder(x.device, [statistics], beside=shared, apart=True, constants=False)
+        recorders = [Recorder(x.device, [statistics], shared, apart=apart, constants=False) for apart in (True, False)]
         try:
-            return TrainingGraph(forward, x, mask, parameters, modules.parameters, statistics, (apart, shared))
+            return TrainingGraph(forward, x, mask, parameters, modules.tables, statistics, recorders)
         except CaptureError as error:
             return _refuse(layer, error)
 
@@ -217,17 +221,22 @@ def _replay_training(
         graph = modules.training.find((*key, x.requires_grad, tuple(map(id, parameters))), record)
         if graph is None:
             return None
-        y, losses = replay_training(graph, x, mask, parameters)
+        y, losses = replay_training(graph, x, mask, parameters, modules.tensors())
     sums = dict(graph.sums)
     tokens = sums.pop("tokens")
     statistics.keep(Result(y, None, losses, sums), tokens, tuple(x.shape[:-1]), True, type(layer).__name__)
     return y
 
 
-def _recorder(layer: Any, x: Tensor, constants: bool = True) -> Recorder:
-    recorder = Recorder(x.device, [layer.statistics], beside=_first.get(x.device), constants=constants)
-    _first.setdefault(x.device, recorder)
-    return recorder
+def _private(device: torch.device) -> bool:
+    """Whether the allocator keeps the memory of graphs from others; those of other libraries may not."""
+    return device.type != "cuda" or torch.cuda.get_allocator_backend() == "native"
+
+
+def _share(modules: _Modules, device: torch.device) -> Recorder:
+    modules.shared = _shared.get(device) or Recorder(device)
+    _shared[device] = modules.shared
+    return modules.shared
 
 
 def _refuse(layer: Any, error: CaptureError) -> None:

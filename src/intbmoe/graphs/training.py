@@ -22,10 +22,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from intbmoe.graphs.recording import Recorder
 from intbmoe.ops.backend import triton_runs
+from intbmoe.ops.eager import transformed
 from intbmoe.precision import autocast_off
 from intbmoe.statistics import LayerStatistics, recomputing
 
@@ -36,12 +36,13 @@ IN_A_ROW = 3
 """A shape is recorded when it comes for this time in a row: texts of many lengths hardly ever do."""
 MOST_GRAPHS = 2  # per layer
 FREE_SHARE = 0.25
+LAUNCH = "set INTBMOE_GRAPHS=0 in the environment, and it is launched from Python"
 
 one_at_a_time = threading.Lock()
 """Held while a graph runs: graphs share memory, and their inputs and outputs have fixed addresses."""
 
 Forward = Callable[[Tensor, Tensor | None], Tensor]
-Tables = Sequence[dict[str, nn.Parameter | None]]
+Tables = Sequence[dict[str, Tensor | None]]
 
 
 def suits(layer: Any, x: Tensor, dtype: torch.dtype) -> bool:
@@ -104,10 +105,10 @@ class TrainingGraph:
         forward: Forward,
         x: Tensor,
         mask: Tensor | None,
-        parameters: list[nn.Parameter],
+        parameters: Sequence[Tensor],
         tables: Tables,
         statistics: LayerStatistics,
-        recorders: tuple[Recorder, Recorder],
+        recorders: Sequence[Recorder],
     ) -> None:
         """Record with ``recorders``, one for each pass; ``parameters``, which need gradients, are in ``tables``."""
         self._x = own_x = x.detach().clone(memory_format=torch.contiguous_format).requires_grad_(x.requires_grad)
@@ -194,48 +195,59 @@ class _Made:
 
 
 def replay_training(
-    graph: TrainingGraph, x: Tensor, mask: Tensor | None, parameters: Sequence[nn.Parameter]
+    graph: TrainingGraph, x: Tensor, mask: Tensor | None, parameters: Sequence[Tensor], tensors: Sequence[Tensor]
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return the output and the auxiliary losses."""
-    y, *losses = _Replay.apply(graph, x, mask, *parameters)
+    """Return the output and the auxiliary losses. ``parameters`` are those of the layer's ``tensors`` that train."""
+    y, *losses = _Replay.apply(graph, x, mask, tensors, *parameters)
     return y, dict(zip(graph.losses, losses, strict=True))
 
 
 class _Replay(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, graph, x, mask, *parameters):
-        ctx.graph, ctx.parameters, ctx.state = graph, parameters, _state_of(parameters)
+    def forward(ctx, graph, x, mask, tensors, *parameters):
+        ctx.graph, ctx.tensors, ctx.state = graph, tensors, _state_of(tensors)
         outputs, ctx.awaiting = graph.forward(x, mask)
         ctx.mark_non_differentiable(*(each for each, moves in zip(outputs, graph.moving, strict=True) if not moves))
         return tuple(outputs)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, *grads):
+        if torch._C._functorch.is_legacy_batchedtensor(grads[0]) or transformed():
+            raise RuntimeError(f"a layer that is replayed from CUDA graphs has no batched gradients: {LAUNCH}")
         if ctx.awaiting is None:
             raise RuntimeError(
                 "Trying to backward through the graph a second time: what the first backward read is gone. Specify "
                 "retain_graph=True if you need to backward through the graph a second time"
             )
-        if ctx.state != _state_of(ctx.parameters):
+        if ctx.state != _state_of(ctx.tensors):
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an inplace operation: a "
                 "parameter of the layer was changed or moved between forward and backward"
             )
-        with one_at_a_time:
+        with one_at_a_time, torch.no_grad():
             gradients = ctx.graph.backward(grads)
+        if torch.is_grad_enabled():  # by create_graph=True
+            gradients = _differentiable_once(gradients)
         if not torch._C._autograd._get_current_graph_task_keep_graph():
             ctx.awaiting = None
         x_grad = gradients.pop(0) if ctx.needs_input_grad[1] else None
-        return None, x_grad, None, *gradients
+        return None, x_grad, None, None, *gradients
 
 
-def _state_of(parameters: Sequence[nn.Parameter]) -> list[tuple[int, int]]:
-    return [(each._version, each.data_ptr()) for each in parameters]
+def _differentiable_once(gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """The same, but who differentiates them gets an error; they would otherwise count as constants."""
+    error = f"a layer that is replayed from CUDA graphs has no second derivatives: {LAUNCH}"
+    needing = [None if each is None else each.requires_grad_() for each in gradients]
+    return list(torch._C._functions.DelayedError(error.encode(), len(needing))(*needing))
+
+
+def _state_of(tensors: Sequence[Tensor]) -> list[tuple[int, int]]:
+    """Addresses, and of parameters also versions; buffers may change, as counts do in another forward."""
+    return [(each._version if isinstance(each, nn.Parameter) else 0, each.data_ptr()) for each in tensors]
 
 
 @contextmanager
-def _aliased(parameters: Sequence[nn.Parameter], tables: Tables) -> Iterator[list[nn.Parameter]]:
+def _aliased(parameters: Sequence[Tensor], tables: Tables) -> Iterator[list[nn.Parameter]]:
     """Put other parameters in the same memory into the modules' ``tables``, and return them in the same order.
 
     The recorded backward ends at these. It must neither run the hooks of the real ones nor wait for the stream on which

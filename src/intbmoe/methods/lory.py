@@ -103,6 +103,10 @@ class Lory(MoELayer):
         if self.segment != self.config.segment:  # stored, because runs of earlier versions did not cut it
             self.register_buffer("cut_segment", torch.tensor(self.segment))
 
+    @property
+    def replay_settings(self) -> tuple | None:
+        return (self.segment,)
+
     def fit_state(self, state: dict[str, Tensor], prefix: str) -> None:
         if self.segment != self.config.segment and f"{prefix}router.weight" in state:
             held = state.setdefault(f"{prefix}cut_segment", torch.tensor(self.config.segment))
