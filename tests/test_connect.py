@@ -213,6 +213,13 @@ def test_what_cannot_be_connected_says_so():
         intbmoe.connect(nn.Linear(2, 2))
     with pytest.raises(TypeError, match="optimizer is a str"):
         intbmoe.connect(llama(), "adam")
+    with pytest.warns(UserWarning, match="Adam holds no parameter of the LlamaForCausalLM"):
+        intbmoe.connect(llama(), torch.optim.Adam(llama().parameters()))
+    with pytest.raises(ValueError, match="cannot be used in a causal model"):
+        intbmoe.connect(llama("expert_choice"))
+    for mask in (3, "input_ids"):  # the model's forward takes any keyword
+        with pytest.raises(ValueError, match=f"mask={mask!r} is not allowed"):
+            intbmoe.connect(llama(), mask=mask)
 
 
 def test_an_optimizer_is_found_inside_wrappers():

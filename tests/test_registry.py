@@ -83,3 +83,9 @@ def test_a_package_that_cannot_be_imported_is_named_and_the_rest_works(package):
     package("broken_method", "raise RuntimeError('no luck')\n")
     with pytest.warns(UserWarning, match=r"methods of broken_method are missing: .*RuntimeError: no luck"):
         assert "intbmoe" in intbmoe.list_methods()
+
+
+@pytest.mark.parametrize(("name", "participation"), [("top mean", "sparse"), ("a/b", "dense"), ("top", "foo")])
+def test_a_method_with_an_unusable_name_or_kind_is_refused(name, participation):
+    with pytest.raises(ValueError, match="is not allowed"):
+        register(name, title="T", paper="P", participation=participation)

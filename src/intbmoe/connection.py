@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from intbmoe.checks import did_you_mean, require
 from intbmoe.layer import MoELayer, moe_layers, unwrap
+from intbmoe.models.causal import generates, require_causal
 from intbmoe.statistics import recomputing
 from intbmoe.steps import after_step, aux_loss, before_step
 
@@ -60,9 +61,13 @@ class Connection:
         arguments = _arguments(model)
         self._names = list(arguments)
         self._mask_names = MASKS if mask is None else (mask,)
+        for name, layer in layers.items():
+            if generates(model, name):
+                require_causal(layer)
         any_name = any(argument.kind is argument.VAR_KEYWORD for argument in arguments.values())
         wanted = f"an argument of {type(model).__name__}.forward: {did_you_mean(str(mask), self._names)}"
-        require(mask is None or any_name or mask in self._names, "mask", mask, wanted)
+        known = isinstance(mask, str) and mask != "input_ids" and (any_name or mask in self._names)
+        require(mask is None or known, "mask", mask, wanted)
         for hook in list(model._forward_hooks.values()):
             earlier = getattr(hook, "__self__", None)
             if isinstance(earlier, Connection):  # two would collect the losses twice
@@ -87,6 +92,13 @@ class Connection:
             optimizer = inner  # accelerate's wrapper claims to be an Optimizer, but has no hooks
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise TypeError(f"optimizer is a {type(optimizer).__name__}: expected a torch.optim.Optimizer")
+        own = {id(parameter) for parameter in self.model.parameters()}
+        if not any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"]):
+            warnings.warn(  # no error, because it may hold flat copies of them, as sharding optimizers do
+                f"this {type(optimizer).__name__} holds no parameter of the {type(self.model).__name__}: connect the "
+                f"optimizer that trains it, or its MoE layers miss their updates",
+                stacklevel=3,
+            )
         self._hooks += [
             optimizer.register_step_pre_hook(self._before_step),
             optimizer.register_step_post_hook(self._after_step),

@@ -16,15 +16,16 @@ import hashlib
 import importlib
 import os
 import pkgutil
+import re
 import sys
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
-from intbmoe.checks import UnknownNameError, did_you_mean
+from intbmoe.checks import UnknownNameError, did_you_mean, require
 
 Participation = Literal["dense", "sparse"]
 PLUGINS = "INTBMOE_PLUGINS"  # the environment variable: paths of Python files, separated as in PATH
@@ -79,6 +80,9 @@ def register(
     **presets: Any,
 ) -> Callable[[type], type]:
     """Class decorator: make the layer available as ``create(name, …)``, with ``presets`` for its Config."""
+    usable = re.fullmatch(r"[\w-]+", name) is not None
+    require(usable, "name", name, "letters, digits, _ and - only, because options and folders have it, too")
+    require(participation in get_args(Participation), "participation", participation, "'dense' or 'sparse'")
 
     def add(layer: type) -> type:
         _require_free("method", name, _methods[name].layer if name in _methods else layer, layer)

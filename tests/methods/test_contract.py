@@ -110,6 +110,24 @@ def test_equal_tokens_all_go_one_way(name):
 
 
 @pytest.mark.parametrize("name", METHODS)
+def test_a_method_that_routes_says_among_how_many(name):
+    """Tables, analyses and exports rely on it: define ``choices``, ``quantities`` and ``active_parameters``."""
+    layer = make(name).eval()
+    with intbmoe.record_routing(layer) as log:
+        layer(tokens(2, 5))
+    ids, method = log[""].ids, find_method(name)
+    if ids is None:
+        return
+    assert layer.choices is not None
+    assert int(ids.max()) < layer.choices
+    if method.participation == "sparse":
+        total = sum(parameter.numel() for parameter in layer.parameters())
+        assert layer.active_parameters() < total or layer.quantities().execution == layer.choices
+        if not method.dynamic and method.noncausal_reason() is None:
+            assert layer.quantities().execution == ids.shape[1]
+
+
+@pytest.mark.parametrize("name", METHODS)
 @pytest.mark.parametrize("training", [False, True])
 @dtypes
 def test_masked_tokens_neither_give_nor_take(name, training, dtype):

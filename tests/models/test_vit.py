@@ -279,3 +279,9 @@ def test_how_dense_ffns_start_is_a_setting(std, expected):
     assert block.mlp.fc1.weight.std().item() == pytest.approx(expected, rel=0.05)
     assert block.mlp.fc1.bias.abs().max() == 0
     assert block.attn.qkv.weight.std().item() == pytest.approx(0.02, rel=0.05), "the rest of the backbone is as it was"
+
+
+def test_an_ffn_without_a_block_to_go_to_is_refused():
+    config = ViTConfig(image_size=8, patch_size=4, dim=6, heads=1, depth=1, moe_layers=())
+    with pytest.raises(ValueError, match=r"moe_layers=\(\) is not allowed: .* at least one block"):
+        ViT(config, lambda: torch.nn.Identity())

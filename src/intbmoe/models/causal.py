@@ -9,6 +9,11 @@ from intbmoe.layer import MoELayer, moe_layers
 from intbmoe.registry import method_of
 
 
+def generates(model: nn.Module, name: str) -> bool:
+    """Whether the part ``name`` of a Hugging Face model has a share in generating text, token by token."""
+    return getattr(model, "can_generate", lambda: False)() and "encoder" not in name.split(".")
+
+
 def require_causal(ffn: nn.Module) -> nn.Module:
     """Return ``ffn``; raise, with the reason, if it holds a layer whose outputs depend on later tokens."""
     for _, layer in moe_layers(ffn):

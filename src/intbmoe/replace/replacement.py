@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from intbmoe.checks import counted, require
 from intbmoe.counting import count_flops
 from intbmoe.layer import MoELayer, moe_layers, unwrap
+from intbmoe.models.causal import generates
 from intbmoe.registry import find_method
 from intbmoe.replace.find import FFN, find_ffns
 from intbmoe.replace.report import ReplacedFFN, Report
@@ -159,8 +160,7 @@ def _build(
 
 def _require_fit(model: nn.Module, method: str, ffn: FFN, layer: MoELayer) -> None:
     """Refuse layers that look ahead in a model that generates, and warn about layers with a decoding state."""
-    generates = getattr(model, "can_generate", lambda: False)() and "encoder" not in ffn.name.split(".")
-    if not generates:
+    if not generates(model, ffn.name):
         return
     reason = layer.config.noncausal_reason()
     if reason is not None:
