@@ -15,6 +15,18 @@ DIM = 16
 FIRST = training.IN_A_ROW
 
 
+def counting(monkeypatch, graph, method):
+    """Switch replays on, also on the CPU; yield a list with one entry for each call of the graphs' ``method``."""
+    replay._found.clear()
+    monkeypatch.setattr(replay, "enabled", True)
+    counted, run = [], getattr(graph, method)
+    monkeypatch.setattr(graph, method, lambda *given: counted.append(1) or run(*given))
+    on_gpu = replay._on_default_stream
+    monkeypatch.setattr(replay, "_on_default_stream", lambda x: on_gpu(x) if x.is_cuda else True)
+    yield counted
+    replay._found.clear()  # on the CPU a graph keeps its layer alive
+
+
 def make(device, **options):
     torch.manual_seed(0)
     layer = intbmoe.IntBMoE(DIM, **{"hidden": 24, "experts": 3, "blocks": 4, **options})

@@ -217,9 +217,8 @@ def test_what_cannot_be_connected_says_so():
         intbmoe.connect(llama(), torch.optim.Adam(llama().parameters()))
     with pytest.raises(ValueError, match="cannot be used in a causal model"):
         intbmoe.connect(llama("expert_choice"))
-    for mask in (3, "input_ids"):  # the model's forward takes any keyword
-        with pytest.raises(ValueError, match=f"mask={mask!r} is not allowed"):
-            intbmoe.connect(llama(), mask=mask)
+    with pytest.raises(ValueError, match="mask=3 is not allowed"):  # although the model's forward takes any keyword
+        intbmoe.connect(llama(), mask=3)
 
 
 def test_an_optimizer_is_found_inside_wrappers():

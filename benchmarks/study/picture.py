@@ -139,7 +139,8 @@ def _marker(family: str) -> dict[str, Any]:
 def _draw_panel(axes: Axes, panel: Panel) -> None:
     """Draws a line for each method, with the FLOPs of a training example at its end, as a multiple of dense's."""
     low, high = _span(panel)
-    own, dense = panel.points.get("intbmoe"), panel.points.get("dense", panel.points.get(PLACED))
+    own = panel.points.get("intbmoe")
+    dense = panel.points.get("dense", panel.points.get(PLACED))  # on text both have the same FLOPs
     axes.set(xlim=(low, high), ylim=(len(panel.points) - 0.4, -0.6))
     tested = "{:,} test {}".format(*TESTED[panel.study]) if panel.study in TESTED else "the test split"
     measured = f"{panel.metric}{' in %' * panel.metric.startswith('accuracy')} on {tested}"

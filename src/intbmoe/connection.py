@@ -58,15 +58,15 @@ class Connection:
         layers = dict(moe_layers(model))
         if not layers:
             raise ValueError(f"{type(model).__name__} holds no MoE layer: put one in first (intbmoe.create makes it)")
-        arguments = _arguments(model)
-        self._names = list(arguments)
-        self._mask_names = MASKS if mask is None else (mask,)
         for name, layer in layers.items():
             if generates(model, name):
                 require_causal(layer)
+        arguments = _arguments(model)
+        self._names = list(arguments)
+        self._mask_names = MASKS if mask is None else (mask,)
         any_name = any(argument.kind is argument.VAR_KEYWORD for argument in arguments.values())
         wanted = f"an argument of {type(model).__name__}.forward: {did_you_mean(str(mask), self._names)}"
-        known = isinstance(mask, str) and mask != "input_ids" and (any_name or mask in self._names)
+        known = isinstance(mask, str) and (any_name or mask in self._names)
         require(mask is None or known, "mask", mask, wanted)
         for hook in list(model._forward_hooks.values()):
             earlier = getattr(hook, "__self__", None)

@@ -81,7 +81,7 @@ def register(
 ) -> Callable[[type], type]:
     """Class decorator: make the layer available as ``create(name, …)``, with ``presets`` for its Config."""
     usable = re.fullmatch(r"[\w-]+", name) is not None
-    require(usable, "name", name, "letters, digits, _ and - only, because options and folders have it, too")
+    require(usable, "name", name, "made of letters, digits, _ and -: options and folders are named after it")
     require(participation in get_args(Participation), "participation", participation, "'dense' or 'sparse'")
 
     def add(layer: type) -> type:

@@ -1,19 +1,13 @@
-"""A count of replayed training forwards."""
+"""A count of replayed training forwards; files about inference have their own."""
 
 import pytest
 
-from intbmoe.graphs import replay, training
+from intbmoe.graphs import training
+from replayed import counting
 
 
 @pytest.fixture
 def runs(monkeypatch):
-    """One entry for each forward of a graph, also on the CPU."""
-    replay._found.clear()
-    monkeypatch.setattr(replay, "enabled", True)
-    counted, run = [], training.TrainingGraph.forward
-    monkeypatch.setattr(training.TrainingGraph, "forward", lambda *given: counted.append(1) or run(*given))
-    on_gpu, kernels = replay._on_default_stream, training.triton_runs
-    monkeypatch.setattr(replay, "_on_default_stream", lambda x: on_gpu(x) if x.is_cuda else True)
+    kernels = training.triton_runs
     monkeypatch.setattr(training, "triton_runs", lambda on, dtype: kernels(on, dtype) or on.type == "cpu")
-    yield counted
-    replay._found.clear()  # on the CPU a graph keeps its layer alive
+    yield from counting(monkeypatch, training.TrainingGraph, "forward")

@@ -10,45 +10,22 @@ import torch
 from torch.nn.utils import parametrize
 
 import intbmoe
+import replayed
 from intbmoe.graphs import replay
+from replayed import counting, draw, on_devices, plainly
 from small_methods import METHODS, random_mask, tokens
 from small_methods import make as make_method
 
 UNREPLAYED = ("dense", "swiglu")  # few kernels
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
-on_devices = pytest.mark.parametrize("device", DEVICES)
-DIM = 16
 
 
 @pytest.fixture
 def runs(monkeypatch):
-    """One entry for each run of a graph, also on the CPU."""
-    replay._found.clear()
-    monkeypatch.setattr(replay, "enabled", True)
-    counted, run = [], replay._Graph.run
-    monkeypatch.setattr(replay._Graph, "run", lambda *given: counted.append(1) or run(*given))
-    on_gpu = replay._on_default_stream
-    monkeypatch.setattr(replay, "_on_default_stream", lambda x: on_gpu(x) if x.is_cuda else True)
-    yield counted
-    replay._found.clear()  # on the CPU a graph keeps its layer alive
+    yield from counting(monkeypatch, replay._Graph, "run")
 
 
 def make(device, **options):
-    torch.manual_seed(0)
-    layer = intbmoe.IntBMoE(DIM, **{"hidden": 24, "experts": 3, "blocks": 4, **options}).eval()
-    for parameter in layer.parameters():
-        parameter.data += 0.1 * torch.randn_like(parameter)
-    return layer.to(device)
-
-
-def draw(device, tokens=3):
-    return torch.randn(2, tokens, DIM, device=device)
-
-
-def plain(layer, x, mask=None):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(replay, "enabled", False)
-        return layer(x, mask)
+    return replayed.make(device, **options).eval()
 
 
 @on_devices
@@ -59,12 +36,12 @@ def test_the_same_as_without(device, runs, form, autocast):
     with torch.no_grad(), torch.autocast(device, torch.bfloat16, enabled=autocast):
         for count in range(4):
             x, mask = draw(device), torch.rand(2, 3, device=device) > 0.3
-            assert torch.equal(layer(x), plain(layer, x))
-            assert torch.equal(layer(x.mT.contiguous().mT, mask), plain(layer, x, mask))
+            assert torch.equal(layer(x), plainly(layer, x))
+            assert torch.equal(layer(x.mT.contiguous().mT, mask), plainly(layer, x, mask))
             assert len(runs) == 2 * count  # from the second call with a shape on
         before = layer(x)
         layer.router.scores.weight.mul_(-3)  # as a training step would
-        assert torch.equal(layer(x), plain(layer, x))
+        assert torch.equal(layer(x), plainly(layer, x))
         assert not torch.equal(layer(x), before)
 
 
@@ -76,7 +53,7 @@ def test_every_method(name, device, runs):
         for number in range(3):
             x, mask = tokens(2, 5, dtype=torch.float32, seed=number), random_mask(2, 5, seed=number)
             x, mask = x.to(device), mask.to(device)
-            assert torch.equal(layer(x, mask), plain(layer, x, mask))
+            assert torch.equal(layer(x, mask), plainly(layer, x, mask))
     assert len(runs) == (0 if name in UNREPLAYED else 2)
 
 
@@ -119,7 +96,7 @@ def test_a_changed_layer_is_asked(device, runs, change):
                 layer.__class__ = type("Negated", (intbmoe.IntBMoE,), {"compute": negated})
         after = [layer(x) for _ in range(3)]
         assert not torch.allclose(after[-1], before)
-        assert torch.equal(after[-1], plain(layer, x))
+        assert torch.equal(after[-1], plainly(layer, x))
         assert len(runs) == 1
 
 
@@ -135,7 +112,7 @@ def test_another_config_is_another_graph(device, runs):
         layer.config = replace(layer.config, top_k=1)
         assert not torch.allclose(layer(x), before)
         assert len(runs) == 1
-        assert torch.equal(layer(x), plain(layer, x))
+        assert torch.equal(layer(x), plainly(layer, x))
         assert len(runs) == 2
 
 
@@ -146,9 +123,9 @@ def test_moved_parameters_are_another_graph(device, runs):
         layer(x), layer(x)
         kept = layer.codebook.data  # so that the new one does not get its memory
         layer.codebook.data = -kept
-        assert torch.equal(layer(x), plain(layer, x))
+        assert torch.equal(layer(x), plainly(layer, x))
         assert len(runs) == 1
-        assert torch.equal(layer(x), plain(layer, x))
+        assert torch.equal(layer(x), plainly(layer, x))
         assert len(runs) == 2
         twice = {name: 2 * parameter for name, parameter in layer.named_parameters()}
         changed = [torch.func.functional_call(layer, twice, (x,)) for _ in range(3)]

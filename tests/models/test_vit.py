@@ -283,5 +283,5 @@ def test_how_dense_ffns_start_is_a_setting(std, expected):
 
 def test_an_ffn_without_a_block_to_go_to_is_refused():
     config = ViTConfig(image_size=8, patch_size=4, dim=6, heads=1, depth=1, moe_layers=())
-    with pytest.raises(ValueError, match=r"moe_layers=\(\) is not allowed: .* at least one block"):
+    with pytest.raises(ValueError, match=r"moe_layers=\(\) is not allowed: .* at least one block number"):
         ViT(config, lambda: torch.nn.Identity())

@@ -162,8 +162,9 @@ class _Memory:
     def drop_workspaces(self) -> None:
         """Make cuBLAS allocate its workspace anew, on this stream: during a capture, in the memory of the graphs.
 
-        A graph that used the one from before its capture would outlive it: newer versions of torch (2.13) free it when
-        any graph of the stream is deleted. So deleting one frees it here; in older versions this does nothing.
+        One from before a capture may be freed while the graph still needs it, as newer versions of torch (2.13) free a
+        stream's workspace whenever one of its graphs is deleted. Here a tiny one is deleted for that; in older versions
+        this has no effect.
         """
         self._tiny_graph().reset()
 

@@ -9,7 +9,7 @@ Graphs are used only where the caller cannot tell the difference: in evaluation 
 with them (``training.py``), on the device's default stream (so never inside another capture), if nothing traces or
 counts operations, and if all modules are known types without hooks or parametrisations. Large inputs run without a
 graph, because the GPU is their bottleneck. Torch's flags that affect products keep the values from the recording,
-except for the float32 precision.
+except for the float32 precision and deterministic algorithms.
 
 All inference graphs of a device share their memory. INTBMOE_GRAPHS=0 in the environment, or ``replay.enabled = False``,
 switches graphs off.
@@ -105,7 +105,7 @@ class _Modules:
         return number
 
     def trained(self) -> list[Tensor]:
-        """The parameters that need gradients, each once."""
+        """The parameters and buffers that need gradients, each once."""
         return list(dict.fromkeys(tensor for tensor in self.tensors() if tensor.requires_grad))
 
     def tensors(self) -> list[Tensor]:

@@ -36,7 +36,7 @@ IN_A_ROW = 3
 """A shape is recorded when it comes for this time in a row: texts of many lengths hardly ever do."""
 MOST_GRAPHS = 2  # per layer
 FREE_SHARE = 0.25
-LAUNCH = "set INTBMOE_GRAPHS=0 in the environment, and it is launched from Python"
+LAUNCH = "set INTBMOE_GRAPHS=0 in the environment to launch it from Python"
 
 one_at_a_time = threading.Lock()
 """Held while a graph runs: graphs share memory, and their inputs and outputs have fixed addresses."""
@@ -51,7 +51,7 @@ def suits(layer: Any, x: Tensor, dtype: torch.dtype) -> bool:
     widest = max(hidden, default=layer.config.dim) if isinstance(hidden, tuple) else hidden
     return (
         x.numel() * widest <= MOST_PRODUCTS
-        and triton_runs(x.device, dtype)  # plain torch also supports second derivatives, a recorded backward does not
+        and triton_runs(x.device, dtype)  # torch's own have second derivatives, replays do not
         and not recomputing()
         and not torch.is_anomaly_enabled()
         # Activation checkpointing and offloading want to see what is saved for backward.

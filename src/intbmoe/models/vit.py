@@ -186,7 +186,7 @@ class ViT(nn.Module):
         for parameter in (self.cls_token, self.pos_embed):
             nn.init.trunc_normal_(parameter, std=INIT_STD)
         if make_ffn is not None:
-            require(bool(config.moe_layers), "moe_layers", config.moe_layers, "at least one block, for the given FFN")
+            require(bool(config.moe_layers), "moe_layers", config.moe_layers, "at least one block number")
         moe_layers = config.moe_layers if make_ffn is not None else ()
         rates = torch.linspace(0, config.drop_path, config.depth, device="cpu").tolist()
         self.blocks = nn.ModuleList(
